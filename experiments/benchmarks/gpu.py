@@ -36,15 +36,32 @@ from gpu_parts import Sizes  # noqa: E402
 from gpu_pma import Setting, pma  # noqa: E402
 
 # Without a scan over the layers, what the backward pass needs is not copied into and out of stacked arrays.
-UNROLLED, DOTS, FULL = ("remat=none", "scan_layers=False"), ("remat=dots",), ("remat=full",)
+NONE, DOTS, FULL = "model.remat=none", "model.remat=dots", "model.remat=full"
+UNROLLED, SCANNED = "model.scan_layers=False", "model.scan_layers=True"
 SIZES = {
     "1b": Sizes(
         steps={
-            "dense_2k": ("dense_1b", ((16, UNROLLED), (8, UNROLLED), (8, DOTS), (8, FULL)), 2048),
-            "dense_8k": ("dense_1b", ((4, UNROLLED), (2, UNROLLED), (2, DOTS), (2, FULL)), 8192),
-            "moe_2k": ("moe_1b_5b", ((16, DOTS), (8, DOTS), (8, FULL), (4, FULL)), 2048),
+            "dense_2k": (
+                "dense_1b",
+                ((16, NONE, UNROLLED), (8, NONE, UNROLLED), (8, DOTS, SCANNED), (8, FULL, SCANNED)),
+                2048,
+            ),
+            "dense_8k": (
+                "dense_1b",
+                ((4, NONE, UNROLLED), (2, NONE, UNROLLED), (2, DOTS, SCANNED), (2, FULL, SCANNED)),
+                8192,
+            ),
+            "moe_2k": (
+                "moe_1b_5b",
+                (
+                    (16, DOTS, SCANNED),
+                    (8, DOTS, SCANNED),
+                    (8, FULL, SCANNED),
+                    (4, FULL, SCANNED),
+                ),
+                2048,
+            ),
         },
-        steps_measured=1,
         product=8192,
         stream_elements=2**30,
         merge_config="dense_1b",
@@ -55,11 +72,10 @@ SIZES = {
     ),
     "tiny": Sizes(
         steps={
-            "dense_2k": ("tiny", ((8, UNROLLED), (8, FULL)), 64),
-            "dense_8k": ("tiny", ((2, UNROLLED),), 256),
-            "moe_2k": ("tiny_moe", ((8, DOTS),), 64),
+            "dense_2k": ("tiny", ((8, NONE, UNROLLED), (8, FULL, SCANNED)), 64),
+            "dense_8k": ("tiny", ((2, NONE, UNROLLED),), 256),
+            "moe_2k": ("tiny_moe", ((8, DOTS, SCANNED), (8, DOTS, UNROLLED)), 64),
         },
-        steps_measured=2,
         product=256,
         stream_elements=2**16,
         merge_config="tiny",
@@ -86,6 +102,9 @@ def main() -> int:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="overrides of every configuration"
     )
+    parser.add_argument(
+        "--settings", type=int, default=1, help="settings of a train step to measure, among those that fit"
+    )
     parser.add_argument("--limit-seconds", type=float, default=570, help="time limit for all parts together")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -107,7 +126,8 @@ def run_part(name: str, args: argparse.Namespace, seconds: float) -> dict[str, A
     """Run a part in a process of its own for at most `seconds`; return its figures, or its error."""
     if seconds <= 0:
         return {"error": "the time limit was reached before this part"}
-    command = [sys.executable, __file__, "--work", name, "--config", args.config, "--set", *args.set]
+    command = [sys.executable, __file__, "--work", name, "--config", args.config]
+    command += ["--settings", str(args.settings), "--set", *args.set]
     # JAX preallocates three quarters of the memory by default; a step may use all that CUDA and cuDNN do not need.
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93", **os.environ}
     began = time.monotonic()

@@ -28,11 +28,10 @@ LOGITS_CHUNK_TOKENS = 8192  # 2 GB of float32 logits of 65,536 words
 class Sizes:
     """The sizes that the parts measure."""
 
-    # Part -> configuration, settings in order of preference, context. A setting is (sequences per step, overrides of
-    # the model). Those that do not fit into memory are left out; the first `steps_measured` that do are measured, and
-    # the fastest is reported.
-    steps: dict[str, tuple[str, tuple[tuple[int, tuple[str, ...]], ...], int]]
-    steps_measured: int
+    # Part -> configuration, settings in order of preference, context. A setting is sequences per step, then overrides.
+    # Those that do not fit into memory are left out; the first `--settings` that do are measured, and the fastest is
+    # reported.
+    steps: dict[str, tuple[str, tuple[tuple[Any, ...], ...], int]]
     product: int  # rows and columns of the square matrix product
     stream_elements: int  # per array of STREAM add
     merge_config: str
@@ -104,12 +103,12 @@ def train_step(sizes: Sizes, args: argparse.Namespace, name: str) -> dict[str, A
 
     config_name, settings, length = sizes.steps[name]
     measured, refused = [], []
-    for batch, model in settings:
-        if len(measured) == sizes.steps_measured:
+    for batch, *overrides in settings:
+        if len(measured) == args.settings:
             break
-        setting = {"sequences": batch, "model": " ".join(model)}
+        setting = {"sequences": batch, "overrides": " ".join(overrides)}
         try:
-            config = make_config(config_name, batch, length, args, *(f"model.{key}" for key in model))
+            config = make_config(config_name, batch, length, args, *overrides)
             measured.append(setting | measure_step(config, sizes))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
@@ -119,7 +118,7 @@ def train_step(sizes: Sizes, args: argparse.Namespace, name: str) -> dict[str, A
     if not measured:
         raise RuntimeError(f"no setting fits: {refused}")
     fastest = max(measured, key=lambda result: result["tokens_per_second"])
-    keys = ("sequences", "model", "step_seconds", "tokens_per_second", "mfu")
+    keys = ("sequences", "overrides", "step_seconds", "tokens_per_second", "mfu")
     others = [{key: result[key] for key in keys} for result in measured if result is not fastest]
     return fastest | {"others": others, "refused": refused}
 
@@ -208,7 +207,7 @@ def grouped_product(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
 
     from pma_jax.model.kernels import grouped_matmul as grouped
 
-    name, ((batch, _), *_), length = sizes.steps["moe_2k"]
+    name, ((batch, *_), *_), length = sizes.steps["moe_2k"]
     model = make_config(name, batch, length, args).model
     E, D, F = model.experts, model.width, model.expert_hidden
     R = batch * length * model.experts_per_token

@@ -5,8 +5,8 @@ Shape suffixes: B batch, L positions, S = B L, V vocabulary, D width, N query he
 F hidden width of the dense MLP or of all shared experts (0: neither), T layers, E the dims of a matrix other than D:
 [N, H], [K, H] or [F].
 
-Parameters are float32 and sharded by their initialisers; a matrix is cast to the compute dtype and gathered along
-`fsdp` where it is used.
+Parameters are float32 and sharded by their initialisers. The matrices of all layers are cast to the compute dtype at
+once, before the first layer; each is gathered along `fsdp` where it is used.
 """
 
 import functools
@@ -214,7 +214,9 @@ def segment_ids(tokens_BxL: jax.Array, separator_token: int) -> jax.Array:
 def _apply_blocks(
     blocks: Block, x_BxLxD: jax.Array, segment_ids_BxL: jax.Array | None, config: ModelConfig
 ) -> tuple[jax.Array, RouterSums]:
-    # Computed once, outside the scan and outside rematerialised code.
+    # Computed once, outside the scan and outside rematerialised code. If each layer cast its own matrices, the scan
+    # would copy them in float32 in both passes, and stack their gradients in float32.
+    blocks = _cast_matrices(blocks, x_BxLxD.dtype)
     rotary = rotary_tables(x_BxLxD.shape[1], config.head_dim, config.rope_theta)
     attend = functools.partial(attention, segment_ids_BxL=segment_ids_BxL, window_tokens=config.attention_window_tokens)
 
@@ -236,6 +238,16 @@ def _apply_blocks(
         x_BxLxD, router = step(x_BxLxD, jax.tree.map(lambda leaf, i=layer: leaf[i], layers))
         routers.append(router)
     return x_BxLxD, jax.tree.map(lambda *sums: jnp.stack(sums), *routers)
+
+
+def _cast_matrices(blocks: Block, dtype: jnp.dtype) -> Block:
+    """Cast what multiplies activations; norms, the router and its bias are used in float32."""
+
+    def cast(path: tuple, leaf: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        return leaf if "norm" in name or "router" in name else leaf.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, blocks)
 
 
 def _project_in(x_BxLxD: jax.Array, matrix: jax.Array, sharded_axis: str) -> jax.Array:

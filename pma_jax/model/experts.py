@@ -139,8 +139,8 @@ def _sort_by_group(group_A: jax.Array, groups: int) -> tuple[jax.Array, jax.Arra
     A = group_A.shape[0]
     order_A = jnp.argsort(group_A, stable=True).astype(jnp.int32)
     inverse_A = jnp.zeros(A, jnp.int32).at[order_A].set(jnp.arange(A, dtype=jnp.int32), unique_indices=True)
-    ends = jnp.searchsorted(group_A[order_A], jnp.arange(groups + 1), side="left")
-    return order_A, inverse_A, jnp.diff(ends).astype(jnp.int32)
+    sizes = jnp.sum(group_A[:, None] == jnp.arange(groups), axis=0, dtype=jnp.int32)
+    return order_A, inverse_A, sizes
 
 
 # --- Gathers whose gradients are gathers too; the gradients that JAX derives are scatters -----------------------------
