@@ -1,7 +1,9 @@
 """Start several real processes of one job on this machine: CPU devices, gloo between them, their own port."""
 
+import atexit
 import dataclasses
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -75,6 +77,7 @@ def start(
     """
     address = f"127.0.0.1:{free_port()}"
     job = Job(Path(tempfile.mkdtemp(prefix="pma-processes-")), [])
+    atexit.register(shutil.rmtree, job.folder, ignore_errors=True)
     for index in range(count):
         environment = (
             os.environ

@@ -3,7 +3,7 @@
 Dimensions: S tokens of this device, K experts per token, A = S K assignments (token s, choice k, at index s K + k),
 E experts, D width, F hidden width, X devices along the mesh axis `expert`, e = E / X experts per device, C rows that
 one device sends to another in one round, R = X C rows of an exchange buffer. An out-of-bounds index (`A` into
-assignments, `R` into rows) marks an empty row, which gathers fill with zeros.
+assignments, `R` into rows) marks an empty row: it belongs to no expert, and its contents and gradient are undefined.
 
 All arrays are local shards: call these functions inside a `jax.shard_map`.
 """
@@ -122,9 +122,10 @@ def _round_up_to_tile(rows: int) -> int:
 
 def _gated_mlp(rows_RxD: jax.Array, sizes_e: jax.Array, matrices: Matrices, has_padding: bool) -> jax.Array:
     gate_exDxF, up_exDxF, down_exFxD = matrices
-    gate_RxF = checkpoint_name(grouped_matmul(rows_RxD, gate_exDxF, sizes_e, has_padding), MATMUL_CHECKPOINT_NAME)
-    up_RxF = checkpoint_name(grouped_matmul(rows_RxD, up_exDxF, sizes_e, has_padding), MATMUL_CHECKPOINT_NAME)
-    hidden_RxF = swiglu(gate_RxF, up_RxF)
+    # One product for both, so that the rows are read once in each pass, and their gradient is not a sum of two results.
+    both_exDx2F = jnp.concatenate([gate_exDxF, up_exDxF], axis=2)
+    both_Rx2F = checkpoint_name(grouped_matmul(rows_RxD, both_exDx2F, sizes_e, has_padding), MATMUL_CHECKPOINT_NAME)
+    hidden_RxF = swiglu(*jnp.split(both_Rx2F, 2, axis=1))
     return checkpoint_name(grouped_matmul(hidden_RxF, down_exFxD, sizes_e, has_padding), MATMUL_CHECKPOINT_NAME)
 
 
@@ -148,12 +149,12 @@ def _sort_by_group(group_A: jax.Array, groups: int) -> tuple[jax.Array, jax.Arra
 
 @jax.custom_vjp
 def _gather_rows(x_SxD: jax.Array, assignment_R: jax.Array, row_SxK: jax.Array) -> jax.Array:
-    """Gather the token of each assignment from `x_SxD` into rows [R, D]; empty rows are zero.
+    """Gather the token of each assignment from `x_SxD` into rows [R, D]; empty rows are copies of the last token.
 
     The gradient uses `row_SxK`, the row of each assignment. To permute rows, pass the permutation as `assignment_R` and
     its inverse as `row_SxK`, with K = 1.
     """
-    return x_SxD.at[assignment_R // row_SxK.shape[1]].get(mode="fill", fill_value=0)
+    return x_SxD.at[assignment_R // row_SxK.shape[1]].get(mode="clip")
 
 
 def _gather_rows_forward(x_SxD: jax.Array, assignment_R: jax.Array, row_SxK: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -181,8 +182,9 @@ def _gather_and_sum_forward(y_RxD, weights_SxK, assignment_R, row_SxK):
 
 def _gather_and_sum_backward(saved: tuple[jax.Array, ...], g_SxD: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
     y_RxD, weights_SxK, assignment_R, row_SxK = saved
-    weight_R = weights_SxK.reshape(-1).at[assignment_R].get(mode="fill", fill_value=0)
-    g_RxD = g_SxD.at[assignment_R // row_SxK.shape[1]].get(mode="fill", fill_value=0)
+    weight_R = weights_SxK.reshape(-1).at[assignment_R].get(mode="clip")
+    # Gathered in the dtype that the sum is cast to, which is half of its bytes. Empty rows have undefined gradients.
+    g_RxD = g_SxD.astype(y_RxD.dtype).at[assignment_R // row_SxK.shape[1]].get(mode="clip")
     y_SxKxD = y_RxD.at[row_SxK].get(mode="fill", fill_value=0)
     d_weights = jnp.einsum("sd,skd->sk", g_SxD, y_SxKxD, preferred_element_type=jnp.float32)
     return (weight_R[:, None] * g_RxD).astype(y_RxD.dtype), d_weights, None, None
