@@ -22,39 +22,47 @@ E3M0_LOWEST, E3M0_HIGHEST = -2, 3  # exponents
 E3M0_SMALLEST = 2.0**-3  # times the scale: smaller values are 0; the midpoint of 0 and 2^-2
 
 
-def encode(x: jax.Array, kind: Kind) -> tuple[jax.Array, jax.Array]:
-    """Return the codes of a float32 array, as uint8 [bytes], and their float32 scale."""
-    flat = x.reshape(-1)
-    if kind == "int8":
-        scale, codes = _integers(flat, 127)
-        return jax.lax.bitcast_convert_type(codes, jnp.uint8), scale
-    if kind == "int4":
-        scale, codes = _integers(flat, 7)
-        return _pack(codes + 8), scale
-    magnitude = jnp.abs(flat)
-    scale = _positive(_median_of_positive(magnitude))
+def levels(x: jax.Array, kind: Kind) -> tuple[jax.Array, jax.Array]:
+    """Return the level of each value of a float32 array, int8 of its shape, and their float32 scale.
+
+    A level of E3M0 is 0, or one more than the rank of the power, with the sign of the value.
+    """
+    magnitude = jnp.abs(x)
+    if kind != "e3m0":
+        highest = 127 if kind == "int8" else 7
+        scale = _positive(jnp.max(magnitude) / highest)
+        return jnp.round(x / scale).astype(jnp.int8), scale
+    scale = _positive(_median_of_positive(magnitude.reshape(-1)))
     magnitude /= scale
     exponent = jnp.clip(jnp.round(jnp.log2(jnp.maximum(magnitude, E3M0_SMALLEST))), E3M0_LOWEST, E3M0_HIGHEST)
-    level = jnp.where(magnitude < E3M0_SMALLEST, 0, exponent - E3M0_LOWEST + 1).astype(jnp.int8)  # 0 to 6
-    return _pack(level + 8 * (flat < 0)), scale
+    rank = jnp.where(magnitude < E3M0_SMALLEST, 0, exponent - E3M0_LOWEST + 1)
+    return jnp.where(x < 0, -rank, rank).astype(jnp.int8), scale
 
 
-def decode(codes: jax.Array, scale: jax.Array, kind: Kind, shape: tuple[int, ...]) -> jax.Array:
-    """Return the float32 array of `shape` that `encode` encoded."""
-    if kind == "int8":
-        return (jax.lax.bitcast_convert_type(codes, jnp.int8) * scale).reshape(shape)
-    nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(-1)[: math.prod(shape)].astype(jnp.int8)
-    if kind == "int4":
-        return ((nibbles - 8) * scale).reshape(shape)
-    level, sign = nibbles & 7, jnp.where(nibbles & 8, -1.0, 1.0)
+def values(levels: jax.Array, scale: jax.Array, kind: Kind) -> jax.Array:
+    """Return the float32 values of levels."""
+    if kind != "e3m0":
+        return levels * scale
     # Not a lookup in a table of levels: XLA takes minutes to compile such a gather for TPU.
-    magnitude = jnp.where(level > 0, 2.0**E3M0_LOWEST * (1 << jnp.maximum(level - 1, 0).astype(jnp.int32)), 0.0)
-    return (sign * magnitude * scale).reshape(shape)
+    power = 2.0**E3M0_LOWEST * (1 << jnp.maximum(jnp.abs(levels) - 1, 0).astype(jnp.int32))
+    return jnp.sign(levels) * power * scale
 
 
-def _integers(flat: jax.Array, highest: int) -> tuple[jax.Array, jax.Array]:
-    scale = _positive(jnp.max(jnp.abs(flat)) / highest)
-    return scale, jnp.round(flat / scale).astype(jnp.int8)
+def pack(levels: jax.Array, kind: Kind) -> jax.Array:
+    """Pack levels into uint8 [bytes]: one of int8 per byte, two of 4 bits, the first in the lower half."""
+    flat = levels.reshape(-1)
+    if kind == "int8":
+        return jax.lax.bitcast_convert_type(flat, jnp.uint8)
+    codes = jnp.pad((flat + 8).astype(jnp.uint8), (0, flat.size % 2))
+    return codes[::2] | (codes[1::2] << 4)
+
+
+def unpack(codes: jax.Array, kind: Kind, shape: tuple[int, ...]) -> jax.Array:
+    """Return the levels of `shape` that `pack` packed, int8."""
+    if kind == "int8":
+        return jax.lax.bitcast_convert_type(codes, jnp.int8).reshape(shape)
+    nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(-1)[: math.prod(shape)]
+    return nibbles.astype(jnp.int8).reshape(shape) - 8
 
 
 def _median_of_positive(x: jax.Array) -> jax.Array:
@@ -82,9 +90,3 @@ def _median_of_positive(x: jax.Array) -> jax.Array:
 def _positive(scale: jax.Array) -> jax.Array:
     """Return the scale, or 1 where it is 0, because all values are."""
     return jnp.where(scale > 0, scale, 1.0)
-
-
-def _pack(codes: jax.Array) -> jax.Array:
-    """Pack codes below 16 into bytes, the first of a pair in the lower half."""
-    codes = jnp.pad(codes.astype(jnp.uint8), (0, codes.size % 2))
-    return codes[::2] | (codes[1::2] << 4)

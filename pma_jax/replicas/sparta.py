@@ -4,9 +4,9 @@
     theta_k[S] <- (1/K) sum_j theta_j[S]
 
 Moments are not averaged. On each device, the elements of a leaf's shard are divided into ceil(p n) ranges of equal
-length, and one element of each is chosen, so that none is chosen twice and only what is averaged is sent. A given
-element waits about 1/p steps. With p = 1 it is periodic averaging at each step. `replicas.sparta_diloco` adds DiLoCo's
-outer step every `replicas.interval_tokens`.
+length, and one element of each is chosen, so that none is chosen twice and only what is averaged is sent. The parts of
+a leaf that is split have the same places chosen. A given element waits about 1/p steps. With p = 1 it is periodic
+averaging at each step. `replicas.sparta_diloco` adds DiLoCo's outer step every `replicas.interval_tokens`.
 
 Source: Baioumy and Cheema, Sparse Parameter Averaging (2025), with p from 0.0005 to 0.005, and its public code (exo
 gym), with p = 0.005, which draws each element with probability p in one worker and sends the mask to the others; with
@@ -14,6 +14,7 @@ DiLoCo too, SPARTA goes first in a step. Its key sparta_interval is never read.
 """
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import jax
@@ -22,7 +23,6 @@ import numpy as np
 from jax import P
 
 from pma_jax.replicas.workers import Tree, axis_size, on_shards, sum_over_devices
-from pma_jax.runtime.mesh import axes_of
 
 SEED = 0  # of the choice; it is the same in all workers and runs
 
@@ -35,17 +35,11 @@ def average_share(params: Tree, share: float, step: jax.Array) -> Tree:
         share: The share p, above 0 and at most 1.
         step: Number of the step, int32 scalar; it decides which elements are chosen.
     """
-    # A leaf that several devices hold in full has the same elements chosen there, one that is split other ones.
-    specs = [jax.typeof(leaf).sharding.spec[1:] for leaf in jax.tree.leaves(params)]  # without the dim of workers
-    split_axes = [tuple(axis for entry in spec for axis in axes_of(entry)) for spec in specs]
 
     def average(shards: list[jax.Array], step: list[jax.Array]) -> list[jax.Array]:
-        key = jax.random.fold_in(jax.random.key(SEED), step[0])
         flat = [x.reshape(x.shape[0], -1) for x in shards]
-        chosen = []
-        for i, (x, axes) in enumerate(zip(flat, split_axes, strict=True)):
-            place = jax.lax.axis_index(axes) if axes else 0
-            chosen.append(choose(jax.random.fold_in(jax.random.fold_in(key, i), place), x.shape[1], share))
+        key = jax.random.fold_in(jax.random.key(SEED), step[0])
+        chosen = choose(key, [x.shape[1] for x in flat], share)
         sums = [x[:, index].sum(0) for x, index in zip(flat, chosen, strict=True)]
         count = flat[0].shape[0] * axis_size()
         means = sum_over_devices(jnp.concatenate(sums)) / count  # one message for all leaves
@@ -63,9 +57,14 @@ def share_count(share: float, size: int) -> int:
     return math.ceil(Fraction(str(share)) * size)
 
 
-def choose(key: jax.Array, size: int, share: float) -> jax.Array:
-    """Choose ceil(share * size) of the numbers from 0 to size - 1: one of each range of equal length, int32."""
-    count = share_count(share, size)
-    bounds = np.arange(count + 1, dtype=np.int64) * size // count
-    low, length = bounds[:-1].astype(np.int32), np.diff(bounds).astype(np.int32)
-    return jnp.asarray(low) + jax.random.randint(key, (count,), 0, length, jnp.int32)
+def choose(key: jax.Array, sizes: Sequence[int], share: float) -> list[jax.Array]:
+    """Choose ceil(share * n) of the numbers from 0 to n - 1, for each n of `sizes`: one of each range of equal length.
+
+    One draw for all leaves: a program for each would take longer than what it draws.
+    """
+    counts = [share_count(share, size) for size in sizes]
+    bounds = [np.arange(count + 1, dtype=np.int64) * size // count for count, size in zip(counts, sizes, strict=True)]
+    low = np.concatenate([one[:-1] for one in bounds]).astype(np.int32)
+    length = np.concatenate([np.diff(one) for one in bounds]).astype(np.int32)
+    chosen = jnp.asarray(low) + jax.random.randint(key, low.shape, 0, length, jnp.int32)
+    return jnp.split(chosen, np.cumsum(counts)[:-1])

@@ -74,10 +74,10 @@ def receive(config: ReplicasConfig, workers: Workers, fragment: int) -> Workers:
 
 
 def quantized(leaves_K: list[jax.Array], kind: quantize.Kind) -> list[jax.Array]:
-    """Return what the quantised leaves [K, ...] of each worker decode to."""
+    """Return the leaves [K, ...] of each worker as they are after they were sent in few bits."""
 
     def one(x: jax.Array) -> jax.Array:
-        return quantize.decode(*quantize.encode(x, kind), kind, x.shape)
+        return quantize.values(*quantize.levels(x, kind), kind)
 
     return on_shards(lambda shards: [jax.vmap(one)(shard) for shard in shards], leaves_K)
 
@@ -89,9 +89,11 @@ def gathered_mean(leaves_K: list[jax.Array], kind: quantize.Kind) -> list[jax.Ar
     """
 
     def average(shard: jax.Array) -> jax.Array:
-        codes, scales = jax.vmap(lambda x: quantize.encode(x, kind))(shard)
-        if axis_size() > 1:
+        levels, scales = jax.vmap(lambda x: quantize.levels(x, kind))(shard)
+        if axis_size() > 1:  # between workers of one device, nothing is sent
+            codes = jax.vmap(lambda x: quantize.pack(x, kind))(levels)
             codes, scales = (jax.lax.all_gather(x, AXIS, tiled=True) for x in (codes, scales))
-        return jax.vmap(lambda c, s: quantize.decode(c, s, kind, shard.shape[1:]))(codes, scales).mean(0)
+            levels = jax.vmap(lambda x: quantize.unpack(x, kind, shard.shape[1:]))(codes)
+        return jax.vmap(lambda x, scale: quantize.values(x, scale, kind))(levels, scales).mean(0)
 
     return on_shards(lambda shards: [average(shard) for shard in shards], leaves_K, drops_workers=True)

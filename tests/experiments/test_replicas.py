@@ -1,7 +1,6 @@
 """Averaging between workers (experiments/replicas): bytes sent, settings, the search, readouts, and the page."""
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -72,7 +71,7 @@ def test_bytes_of_a_sync_are_those_of_what_is_sent():
     assert sent_bytes.sync_bytes(config, Sync(outer=True), PARAMS) == 4 * ELEMENTS
     assert sent_bytes.sync_bytes(config, Sync(received=0), PARAMS) == 0
     config = ReplicasConfig(method="sparta", count=4, sparta_share=0.1)
-    chosen = [sparta.choose(jax.random.key(0), leaf.size, 0.1) for leaf in jax.tree.leaves(PARAMS)]
+    chosen = sparta.choose(jax.random.key(0), [leaf.size for leaf in jax.tree.leaves(PARAMS)], 0.1)
     assert sent_bytes.sync_bytes(config, Sync(share=True), PARAMS) == sum(4 * index.size for index in chosen)
     both = sent_bytes.sync_bytes(config, Sync(share=True, outer=True), PARAMS)
     assert both == sum(4 * index.size for index in chosen) + 4 * ELEMENTS
@@ -83,8 +82,13 @@ def test_bytes_of_a_sync_are_those_of_what_is_sent():
 def test_bytes_of_a_rounded_fragment_are_those_of_its_codes_and_scales(kind, fragment):
     config = ReplicasConfig(method="streaming", count=4, streaming_fragments=2, streaming_dtype=kind)
     leaves = fragments.take(PARAMS, fragment, 2)
-    encoded = [jax.eval_shape(functools.partial(quantize.encode, kind=kind), leaf) for leaf in leaves]
-    expected = sum(sent.size * sent.dtype.itemsize for codes_and_scale in encoded for sent in codes_and_scale)
+
+    def sent(leaf):
+        levels, scale = quantize.levels(leaf, kind)
+        return quantize.pack(levels, kind), scale
+
+    arrays = [array for leaf in leaves for array in jax.eval_shape(sent, leaf)]
+    expected = sum(array.size * array.dtype.itemsize for array in arrays)
     assert sent_bytes.sync_bytes(config, Sync(sent=fragment), PARAMS) == expected
 
 

@@ -154,8 +154,9 @@ def average_share(theta_k, share, step):
 def chosen_elements(theta, share, step):
     """Return leaf -> the flat indices that the package averages after a step."""
     key = jax.random.fold_in(jax.random.key(sparta.SEED), step)
-    places = {name: jax.random.fold_in(jax.random.fold_in(key, i), 0) for i, name in enumerate(sorted(theta))}
-    return {name: np.asarray(sparta.choose(place, theta[name].size, share)) for name, place in places.items()}
+    names = sorted(theta)
+    chosen = sparta.choose(key, [theta[name].size for name in names], share)
+    return {name: np.asarray(index) for name, index in zip(names, chosen, strict=True)}
 
 
 def run_sparta(c, theta, x, inner_steps):
