@@ -202,7 +202,7 @@ def test_remat_and_unrolling_do_not_change_the_result(changes):
     ids=["dense", "experts"],
 )
 def test_dots_recomputes_no_product_and_full_recomputes_every_one_that_a_gradient_needs(changes, again):
-    """Count query, key, value, output, gate and up; of experts, these two are one, and the router's weights need down."""
+    """Count query, key, value, output, gate and up; of experts, these two are one, and down is needed."""
 
     def products(remat):
         config = dataclasses.replace(TINY, remat=remat, **changes)
