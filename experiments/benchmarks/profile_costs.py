@@ -12,7 +12,7 @@ import jax
 # Kind -> pattern of the name of a kernel or its HLO instruction; the first match applies. nvjet is a name of cuBLAS.
 KINDS = {
     "attention": r"fmha|flash|cudnn.*(attention|sdpa)|sdpa",
-    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|matmul",
+    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|matmul|mosaic_gpu",
     "collectives": r"nccl|all-reduce|all-gather|reduce-scatter|all-to-all|collective",
     "copies": r"memcpy|memset|copy|transpose|dynamic-(update-)?slice",
     "fusions and the rest": r"",

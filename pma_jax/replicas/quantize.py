@@ -22,10 +22,10 @@ E3M0_LOWEST, E3M0_HIGHEST = -2, 3  # exponents
 E3M0_SMALLEST = 2.0**-3  # times the scale: smaller values are 0; the midpoint of 0 and 2^-2
 
 
-def levels(x: jax.Array, kind: Kind) -> tuple[jax.Array, jax.Array]:
+def quantize_leaf(x: jax.Array, kind: Kind) -> tuple[jax.Array, jax.Array]:
     """Return the level of each value of a float32 array, int8 of its shape, and their float32 scale.
 
-    A level of E3M0 is 0, or one more than the rank of the power, with the sign of the value.
+    A level of E3M0 is 0, or a number from 1 for the lowest power to 6 for the highest, with the sign of the value.
     """
     magnitude = jnp.abs(x)
     if kind != "e3m0":
@@ -35,12 +35,12 @@ def levels(x: jax.Array, kind: Kind) -> tuple[jax.Array, jax.Array]:
     scale = _positive(_median_of_positive(magnitude.reshape(-1)))
     magnitude /= scale
     exponent = jnp.clip(jnp.round(jnp.log2(jnp.maximum(magnitude, E3M0_SMALLEST))), E3M0_LOWEST, E3M0_HIGHEST)
-    rank = jnp.where(magnitude < E3M0_SMALLEST, 0, exponent - E3M0_LOWEST + 1)
-    return jnp.where(x < 0, -rank, rank).astype(jnp.int8), scale
+    level = jnp.where(magnitude < E3M0_SMALLEST, 0, exponent - E3M0_LOWEST + 1)
+    return jnp.where(x < 0, -level, level).astype(jnp.int8), scale
 
 
-def values(levels: jax.Array, scale: jax.Array, kind: Kind) -> jax.Array:
-    """Return the float32 values of levels."""
+def dequantize_leaf(levels: jax.Array, scale: jax.Array, kind: Kind) -> jax.Array:
+    """Return the float32 values that levels stand for."""
     if kind != "e3m0":
         return levels * scale
     # Not a lookup in a table of levels: XLA takes minutes to compile such a gather for TPU.

@@ -4,9 +4,9 @@
     theta_k[S] <- (1/K) sum_j theta_j[S]
 
 Moments are not averaged. On each device, the elements of a leaf's shard are divided into ceil(p n) ranges of equal
-length, and one element of each is chosen, so that none is chosen twice and only what is averaged is sent. The parts of
-a leaf that is split have the same places chosen. A given element waits about 1/p steps. With p = 1 it is periodic
-averaging at each step. `replicas.sparta_diloco` adds DiLoCo's outer step every `replicas.interval_tokens`.
+length, and one element of each is chosen, so that none is chosen twice and only what is averaged is sent. If a leaf is
+split over devices, the same positions are chosen in each part. A given element waits about 1/p steps. With p = 1 it is
+periodic averaging at each step. `replicas.sparta_diloco` adds DiLoCo's outer step every `replicas.interval_tokens`.
 
 Source: Baioumy and Cheema, Sparse Parameter Averaging (2025), with p from 0.0005 to 0.005, and its public code (exo
 gym), with p = 0.005, which draws each element with probability p in one worker and sends the mask to the others; with
@@ -60,7 +60,7 @@ def share_count(share: float, size: int) -> int:
 def choose(key: jax.Array, sizes: Sequence[int], share: float) -> list[jax.Array]:
     """Choose ceil(share * n) of the numbers from 0 to n - 1, for each n of `sizes`: one of each range of equal length.
 
-    One draw for all leaves: a program for each would take longer than what it draws.
+    Draw once for all leaves, because a draw for each is several small programs.
     """
     counts = [share_count(share, size) for size in sizes]
     bounds = [np.arange(count + 1, dtype=np.int64) * size // count for count, size in zip(counts, sizes, strict=True)]

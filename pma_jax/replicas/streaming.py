@@ -74,10 +74,10 @@ def receive(config: ReplicasConfig, workers: Workers, fragment: int) -> Workers:
 
 
 def quantized(leaves_K: list[jax.Array], kind: quantize.Kind) -> list[jax.Array]:
-    """Return the leaves [K, ...] of each worker as they are after they were sent in few bits."""
+    """Return the leaves [K, ...] of each worker as they arrive when they are sent in few bits."""
 
     def one(x: jax.Array) -> jax.Array:
-        return quantize.values(*quantize.levels(x, kind), kind)
+        return quantize.dequantize_leaf(*quantize.quantize_leaf(x, kind), kind)
 
     return on_shards(lambda shards: [jax.vmap(one)(shard) for shard in shards], leaves_K)
 
@@ -85,15 +85,15 @@ def quantized(leaves_K: list[jax.Array], kind: quantize.Kind) -> list[jax.Array]
 def gathered_mean(leaves_K: list[jax.Array], kind: quantize.Kind) -> list[jax.Array]:
     """Average over the workers what each of them sends in few bits: [K, ...] to [...].
 
-    The packed codes of all workers are gathered on each device, which decodes and adds them in float32.
+    Between devices, packed levels are gathered; each device adds the values of all workers in float32.
     """
 
     def average(shard: jax.Array) -> jax.Array:
-        levels, scales = jax.vmap(lambda x: quantize.levels(x, kind))(shard)
+        levels, scales = jax.vmap(lambda x: quantize.quantize_leaf(x, kind))(shard)
         if axis_size() > 1:  # between workers of one device, nothing is sent
             codes = jax.vmap(lambda x: quantize.pack(x, kind))(levels)
             codes, scales = (jax.lax.all_gather(x, AXIS, tiled=True) for x in (codes, scales))
             levels = jax.vmap(lambda x: quantize.unpack(x, kind, shard.shape[1:]))(codes)
-        return jax.vmap(lambda x, scale: quantize.values(x, scale, kind))(levels, scales).mean(0)
+        return jax.vmap(lambda x, scale: quantize.dequantize_leaf(x, scale, kind))(levels, scales).mean(0)
 
     return on_shards(lambda shards: [average(shard) for shard in shards], leaves_K, drops_workers=True)

@@ -84,7 +84,7 @@ def test_bytes_of_a_rounded_fragment_are_those_of_its_codes_and_scales(kind, fra
     leaves = fragments.take(PARAMS, fragment, 2)
 
     def sent(leaf):
-        levels, scale = quantize.levels(leaf, kind)
+        levels, scale = quantize.quantize_leaf(leaf, kind)
         return quantize.pack(levels, kind), scale
 
     arrays = [array for leaf in leaves for array in jax.eval_shape(sent, leaf)]

@@ -202,7 +202,10 @@ def test_remat_and_unrolling_do_not_change_the_result(changes):
     ids=["dense", "experts"],
 )
 def test_dots_recomputes_no_product_and_full_recomputes_every_one_that_a_gradient_needs(changes, again):
-    """Count query, key, value, output, gate and up; of experts, these two are one, and down is needed."""
+    """Count query, key, value, output, gate and up.
+
+    Experts have one product for gate and up, and the gradient of the router's weights needs their down.
+    """
 
     def products(remat):
         config = dataclasses.replace(TINY, remat=remat, **changes)

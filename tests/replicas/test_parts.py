@@ -62,9 +62,9 @@ def test_every_element_is_chosen_about_as_often():
 @functools.partial(jax.jit, static_argnums=1)
 def send(x, kind):
     """Return the codes of an array, and what arrives."""
-    levels, scale = quantize.levels(x, kind)
+    levels, scale = quantize.quantize_leaf(x, kind)
     codes = quantize.pack(levels, kind)
-    return codes, quantize.values(quantize.unpack(codes, kind, x.shape), scale, kind)
+    return codes, quantize.dequantize_leaf(quantize.unpack(codes, kind, x.shape), scale, kind)
 
 
 @pytest.mark.parametrize("kind", oracles.KINDS)
