@@ -10,6 +10,8 @@ TESTS ?= tests
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
 # The point where the annealed branches leave the constant one: 80% of the demo's horizon.
 FORK_TOKENS := 4096000
+# The tests start many processes, which would each compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test slow lint docs clean
 

@@ -3,6 +3,7 @@
 import atexit
 import dataclasses
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -64,6 +65,11 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
+def xla_flags(devices: int) -> str:
+    """Return the session's XLA_FLAGS (see conftest.py) with another number of simulated devices."""
+    return re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"])
+
+
 def start(
     arguments: list[str], count: int, devices: int = 2, environments: Sequence[Mapping[str, str]] | None = None
 ) -> Job:
@@ -83,7 +89,7 @@ def start(
             os.environ
             | {
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+                "XLA_FLAGS": xla_flags(devices),
                 "JAX_COORDINATOR_ADDRESS": address,
                 "JAX_NUM_PROCESSES": str(count),
                 "JAX_PROCESS_ID": str(index),

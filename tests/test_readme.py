@@ -270,7 +270,7 @@ def test_grids_page_commands_run(tmp_path, monkeypatch, capfd):
 def test_grids_of_runs_page_commands_run(tmp_path, monkeypatch, capfd):
     small = write_small_demo(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  # of the runs
+    monkeypatch.setenv("XLA_FLAGS", processes.xla_flags(1))  # of the runs
     for arguments in commands("pma", ROOT / "docs" / "grids_of_runs.md"):
         short = ["--config.training.total_tokens=204800"] if arguments[0] == "grid" else []
         assert main([*(small if word == "demo" else word for word in arguments), *short]) == 0, capfd.readouterr().err

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import processes
 import pytest
 from orbax.checkpoint import v1 as ocp
 
@@ -254,7 +255,7 @@ def python(code: str, *arguments: object) -> list[str]:
 
 def environment(devices: int = 8) -> dict[str, str]:
     """Return the current environment with this number of simulated devices."""
-    return os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    return os.environ | {"XLA_FLAGS": processes.xla_flags(devices)}
 
 
 def pma(*arguments: str, devices: int = 8, cwd: Path | None = None) -> subprocess.CompletedProcess:

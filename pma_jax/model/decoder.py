@@ -178,6 +178,8 @@ def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
 
 @functools.lru_cache(maxsize=16)  # tracing takes longer than reading a small snapshot
 def _abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
+    # Create the key inside the traced function. Outside, it would run on a device, but the devices of a mesh for
+    # ahead-of-time compilation cannot run anything.
     return abstract_arrays(mesh, lambda: init_params(config, jax.random.key(0)))
 
 

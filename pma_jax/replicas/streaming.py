@@ -76,10 +76,14 @@ def receive(config: ReplicasConfig, workers: Workers, fragment: int) -> Workers:
 def quantized(leaves_K: list[jax.Array], kind: quantize.Kind) -> list[jax.Array]:
     """Return the leaves [K, ...] of each worker as they arrive when they are sent in few bits."""
 
-    def one(x: jax.Array) -> jax.Array:
-        return quantize.dequantize_leaf(*quantize.quantize_leaf(x, kind), kind)
+    @jax.vmap
+    def one_worker(leaves: list[jax.Array]) -> list[jax.Array]:
+        return [
+            quantize.dequantize_leaf(quantize.quantize_leaf(x, scale, kind), scale, kind)
+            for x, scale in zip(leaves, quantize.leaf_scales(leaves, kind), strict=True)
+        ]
 
-    return on_shards(lambda shards: [jax.vmap(one)(shard) for shard in shards], leaves_K)
+    return on_shards(one_worker, leaves_K)
 
 
 def gathered_mean(leaves_K: list[jax.Array], kind: quantize.Kind) -> list[jax.Array]:
@@ -88,12 +92,16 @@ def gathered_mean(leaves_K: list[jax.Array], kind: quantize.Kind) -> list[jax.Ar
     Between devices, packed levels are gathered; each device adds the values of all workers in float32.
     """
 
-    def average(shard: jax.Array) -> jax.Array:
-        levels, scales = jax.vmap(lambda x: quantize.quantize_leaf(x, kind))(shard)
+    def average(shard: jax.Array, scales: jax.Array) -> jax.Array:
+        levels = jax.vmap(lambda x, scale: quantize.quantize_leaf(x, scale, kind))(shard, scales)
         if axis_size() > 1:  # between workers of one device, nothing is sent
             codes = jax.vmap(lambda x: quantize.pack(x, kind))(levels)
             codes, scales = (jax.lax.all_gather(x, AXIS, tiled=True) for x in (codes, scales))
             levels = jax.vmap(lambda x: quantize.unpack(x, kind, shard.shape[1:]))(codes)
         return jax.vmap(lambda x, scale: quantize.dequantize_leaf(x, scale, kind))(levels, scales).mean(0)
 
-    return on_shards(lambda shards: [average(shard) for shard in shards], leaves_K, drops_workers=True)
+    def average_all(shards: list[jax.Array]) -> list[jax.Array]:
+        scales = jax.vmap(lambda leaves: quantize.leaf_scales(leaves, kind))(shards)
+        return [average(shard, scale) for shard, scale in zip(shards, scales, strict=True)]
+
+    return on_shards(average_all, leaves_K, drops_workers=True)

@@ -268,15 +268,18 @@ def reshard_like(like: jax.Array, x: jax.Array) -> jax.Array:
     return x if sharding.mesh.empty else jax.reshard(x, sharding)
 
 
-def abstract_arrays(mesh: jax.sharding.Mesh, make: Callable[[], Any]) -> Any:
-    """Return the result of `make` with ShapeDtypeStructs as leaves, with shardings on `mesh`; nothing is computed."""
+def abstract_arrays(mesh: jax.sharding.Mesh, make: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of `make` for (abstract) arguments as ShapeDtypeStructs with shardings on `mesh`.
+
+    Nothing is computed.
+    """
 
     def with_devices(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding = jax.NamedSharding(mesh, leaf.sharding.spec) if leaf.sharding else replicated_sharding(mesh)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     with jax.set_mesh(mesh):
-        return jax.tree.map(with_devices, jax.eval_shape(make))
+        return jax.tree.map(with_devices, jax.eval_shape(make, *arguments))
 
 
 def replicated_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:

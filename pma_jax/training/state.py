@@ -1,6 +1,7 @@
 """The train state: a pytree of everything that a training step reads and updates."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from pma_jax.config import Config
-from pma_jax.model.decoder import Params, init_params
+from pma_jax.model.decoder import Params, abstract_params, init_params
 from pma_jax.replicas import method
 from pma_jax.replicas.workers import Workers, broadcast, mean, select_worker
 from pma_jax.runtime.mesh import abstract_arrays, worker_count
@@ -45,9 +46,8 @@ class TrainState:
     bema: BiasCorrectedMean | None = None
 
 
-def init_state(config: Config, key: jax.Array) -> TrainState:
-    """Initialize the state from a PRNG key. Requires a mesh set with `jax.set_mesh`; can be jitted."""
-    params = init_params(config.model, key)
+def init_state(config: Config, params: Params) -> TrainState:
+    """Return the state before the first step. Requires a mesh set with `jax.set_mesh`; can be jitted."""
     block = averages.empty(params) if "block_mean" in config.checkpoint.kinds else None
     detector = (
         spikes.empty_detector(config.tokens_to_steps(config.spikes.window_tokens)) if config.spikes.detect else None
@@ -73,7 +73,13 @@ def with_workers(config: Config, state: TrainState) -> TrainState:
 
 def init_state_from_seed(config: Config) -> TrainState:
     """Initialize the state from `training.seed`, sharded over the current mesh (`jax.set_mesh`)."""
-    return jax.jit(lambda key: init_state(config, key))(jax.random.key(config.training.seed))
+    # The program that draws takes longest to compile; runs that differ only in other keys share it.
+    params = _init_params(config.model, jax.random.key(config.training.seed))
+    return _init_state(config, params)
+
+
+_init_params = jax.jit(init_params, static_argnums=0)
+_init_state = jax.jit(init_state, static_argnums=0, donate_argnums=1)
 
 
 def eval_params(config: Config, state: TrainState) -> Params:
@@ -213,6 +219,4 @@ def _replace_params_of_workers(config: Config, state: TrainState, params: Params
 
 def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:
     """Return the state as a tree of ShapeDtypeStructs with shardings, for restoring and ahead-of-time compilation."""
-    # Create the key inside the traced function. Outside, it would run on a device, but the devices of a mesh for
-    # ahead-of-time compilation cannot run anything.
-    return abstract_arrays(mesh, lambda: init_state(config, jax.random.key(0)))
+    return abstract_arrays(mesh, functools.partial(init_state, config), abstract_params(config.model, mesh))

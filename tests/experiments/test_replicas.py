@@ -84,8 +84,8 @@ def test_bytes_of_a_rounded_fragment_are_those_of_its_codes_and_scales(kind, fra
     leaves = fragments.take(PARAMS, fragment, 2)
 
     def sent(leaf):
-        levels, scale = quantize.quantize_leaf(leaf, kind)
-        return quantize.pack(levels, kind), scale
+        (scale,) = quantize.leaf_scales([leaf], kind)
+        return quantize.pack(quantize.quantize_leaf(leaf, scale, kind), kind), scale
 
     arrays = [array for leaf in leaves for array in jax.eval_shape(sent, leaf)]
     expected = sum(array.size * array.dtype.itemsize for array in arrays)

@@ -136,7 +136,7 @@ def start_batch(folder: Path, text: str, restarts: int = 0) -> subprocess.Popen:
         "SLURM_JOB_ID": str(processes.free_port()),  # JAX takes the coordinator's port from it
         "SLURM_RESTART_COUNT": str(restarts),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": processes.xla_flags(2),
     }
     with (folder / "log").open("a") as log:
         return subprocess.Popen(["bash", "-c", text], env=environment, stdout=log, stderr=log, cwd=folder)

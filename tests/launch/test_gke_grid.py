@@ -149,7 +149,7 @@ def start_pods(container):
         for name, value in values.items():
             words = [word.replace(f"$({name})", value) for word in words]
         values |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "PYTHONPATH": os.pathsep.join(sys.path)}
-        values |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+        values |= {"XLA_FLAGS": processes.xla_flags(2)}
         command = [sys.executable, "-m", "pma_jax.cli", *words[1:]]
         started.append(subprocess.Popen(command, env=os.environ | values, stderr=subprocess.PIPE, text=True))
     return started

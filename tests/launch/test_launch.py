@@ -156,7 +156,7 @@ def test_the_rendered_command_runs_on_as_many_processes(finished, capsys):
         values = {variable["name"]: variable.get("value", str(index)) for variable in container["env"]}
         assert values["JAX_COORDINATOR_ADDRESS"] == host
         values |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "PYTHONPATH": os.pathsep.join(sys.path)}
-        values["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+        values["XLA_FLAGS"] = processes.xla_flags(2)
         command = [sys.executable, "-m", "pma_jax.cli", *container["command"][1:]]
         started.append(
             subprocess.Popen(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+import processes
 import pytest
 import tiny
 from IPython.core.inputtransformer2 import TransformerManager
@@ -151,7 +152,7 @@ def test_notebook_runs_from_top_to_bottom(path, runs, run_with_workers, tmp_path
     monkeypatch.setenv("PMA_REPLICAS", str(run_with_workers.path))
     monkeypatch.setenv("PMA_TEXT_TOKENS", "128")
     monkeypatch.setenv("PMA_POINTS", "5")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
+    monkeypatch.setenv("XLA_FLAGS", processes.xla_flags(1))
     monkeypatch.setenv("PYTHONPATH", ":".join(p for p in sys.path if p))
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}

@@ -205,7 +205,9 @@ def round_to(kind, x):
         scale = np.abs(x).max() / highest
         return np.round(x / scale) * scale
     size = np.abs(x)
-    scale = np.median(size[size > 0])
+    # Leaves here have fewer values than a sample. bfloat16 is the upper half of a float32.
+    bits = np.sort(size[size > 0]).astype(np.float32).view(np.uint32) >> 16 << 16
+    scale = bits[(bits.size - 1) // 2].view(np.float32).astype(float)
     levels = np.array([0.25, 0.5, 1, 2, 4, 8])
     nearest = levels[np.abs(np.log2(np.maximum(size / scale, 1e-9))[..., None] - np.log2(levels)).argmin(-1)]
     return np.sign(x) * np.where(size / scale < 1 / 8, 0, nearest) * scale

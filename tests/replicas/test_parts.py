@@ -62,8 +62,8 @@ def test_every_element_is_chosen_about_as_often():
 @functools.partial(jax.jit, static_argnums=1)
 def send(x, kind):
     """Return the codes of an array, and what arrives."""
-    levels, scale = quantize.quantize_leaf(x, kind)
-    codes = quantize.pack(levels, kind)
+    (scale,) = quantize.leaf_scales([x], kind)
+    codes = quantize.pack(quantize.quantize_leaf(x, scale, kind), kind)
     return codes, quantize.dequantize_leaf(quantize.unpack(codes, kind, x.shape), scale, kind)
 
 
@@ -81,6 +81,22 @@ def test_what_is_sent_in_few_bits_is_the_nearest_level(kind, size, seed, scale):
     assert np.logical_or.reduce(close).all()
     if kind != "e3m0":
         assert np.abs(decoded - x).max() <= np.abs(x).max() / (254 if kind == "int8" else 14) * 1.001
+
+
+@pytest.mark.parametrize("shape", [(300, 512), (70_001,)])
+def test_the_scale_of_a_large_leaf_is_close_to_its_median(shape):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape) * (rng.random(shape) < 0.5)
+    x[..., ::2] *= 100  # columns differ
+    (scale,) = quantize.leaf_scales([jnp.asarray(x, jnp.float32)], "e3m0")
+    share_below = np.mean(np.abs(x[x != 0]) < float(scale))
+    assert abs(share_below - 0.5) < 0.07  # three standard errors of a sample of 500
+
+
+def test_the_only_value_of_a_large_leaf_arrives():
+    x = np.zeros(50_000, np.float32)
+    x[12_345] = 3e-5
+    np.testing.assert_array_equal(send(x, "e3m0")[1], x)
 
 
 def test_an_outer_gradient_of_zeros_is_sent_as_zeros():
