@@ -2,7 +2,7 @@
 
     int8, int4   integers from -(2^(b-1) - 1) to 2^(b-1) - 1, times scale = max |g| / (2^(b-1) - 1)
     e3m0         a sign and a power of two: 0, or sign 2^e with e from -2 to 3, times scale = the median of the |g| that
-                 are not 0, of at most 1,024 values at equal distances, rounded down to the precision of bfloat16
+                 are not 0, of at most 512 values at equal distances, rounded down to the precision of bfloat16
 
 Values of 4 bits travel two per byte. What arrives is added in float32.
 
@@ -11,9 +11,10 @@ of a public implementation for MLX (grove), which has one scale for the whole mo
 not pack. The median of a sample is enough, because levels are a factor of 2 apart, and that of all values takes one
 pass through memory per bit. Other tables of E3M0 exist, with a seventh magnitude.
 
-Dimensions: L leaves, S values of a sample.
+Dimensions: K workers of a device, L leaves, N values of a leaf, S values of a sample.
 """
 
+import functools
 import math
 from typing import Literal
 
@@ -21,23 +22,23 @@ import jax
 import jax.numpy as jnp
 
 Kind = Literal["int8", "int4", "e3m0"]
-E3M0_LOWEST = -2  # exponent of the lowest level
-# Times the scale, the lowest magnitude of each level: the midpoint of 0 and 2^-2, and those of neighbours in log space.
-E3M0_BOUNDS = (2.0**-3, *(2.0 ** (e + 0.5) for e in range(E3M0_LOWEST, 3)))
-E3M0_SAMPLE = 1024
+E3M0_LOWEST, E3M0_HIGHEST = -2, 3  # exponents
+E3M0_SMALLEST = 2.0**-3  # times the scale: smaller values are 0; the midpoint of 0 and 2^-2
+E3M0_SAMPLE = 512
 
 
-def leaf_scales(leaves: list[jax.Array], kind: Kind) -> list[jax.Array]:
-    """Return the scale of each float32 array, a scalar; 1 where all values are 0."""
-    if kind != "e3m0":
-        highest = 127 if kind == "int8" else 7
-        scales = [jnp.max(jnp.abs(x)) / highest for x in leaves]
+def leaf_scales(leaves_K: list[jax.Array], kind: Kind) -> list[jax.Array]:
+    """Return the scale [K] of each array [K, ...] of K workers; 1 where all values are 0."""
+    magnitudes = [jnp.abs(x).reshape(x.shape[0], -1) for x in leaves_K]
+    largest_KxL = jnp.stack([_largest(x_KxN) for x_KxN in magnitudes], axis=1)
+    if kind == "e3m0":
+        median_KxL = _lower_medians_of_positive(jnp.stack([_sample(x_KxN) for x_KxN in magnitudes], axis=1))
+        # The sample of a sparse leaf may have zeros only.
+        scale_KxL = jnp.where(median_KxL > 0, median_KxL, largest_KxL)
     else:
-        medians = _lower_medians_of_positive(jnp.stack([_sample(jnp.abs(x).reshape(-1)) for x in leaves]))
-        # A sample of a sparse leaf may have zeros only.
-        largest = [jnp.max(jnp.abs(x)) for x in leaves]
-        scales = [jnp.where(median > 0, median, high) for median, high in zip(medians, largest, strict=True)]
-    return [jnp.where(scale > 0, scale, 1.0) for scale in scales]
+        scale_KxL = largest_KxL / (127 if kind == "int8" else 7)
+    scale_KxL = jnp.where(scale_KxL > 0, scale_KxL, 1.0)
+    return [scale_KxL[:, i] for i in range(len(leaves_K))]
 
 
 def quantize_leaf(x: jax.Array, scale: jax.Array, kind: Kind) -> jax.Array:
@@ -47,7 +48,11 @@ def quantize_leaf(x: jax.Array, scale: jax.Array, kind: Kind) -> jax.Array:
     """
     if kind != "e3m0":
         return jnp.round(x / scale).astype(jnp.int8)
-    level = sum((jnp.abs(x) >= bound * scale).astype(jnp.int8) for bound in E3M0_BOUNDS)
+    ratio = jnp.abs(x / scale).astype(jnp.float32)
+    # The exponent of sqrt(2) ratio is log2(ratio), rounded.
+    bits = jax.lax.bitcast_convert_type(ratio * math.sqrt(2), jnp.int32)
+    power = jnp.clip((bits >> 23) - 127, E3M0_LOWEST, E3M0_HIGHEST)
+    level = jnp.where(ratio < E3M0_SMALLEST, 0, power - E3M0_LOWEST + 1).astype(jnp.int8)
     return jnp.where(x < 0, -level, level)
 
 
@@ -77,30 +82,46 @@ def unpack(codes: jax.Array, kind: Kind, shape: tuple[int, ...]) -> jax.Array:
     return nibbles.astype(jnp.int8).reshape(shape) - 8
 
 
-def _sample(x: jax.Array) -> jax.Array:
-    """Return values of `x` [N] at equal distances, and zeros up to E3M0_SAMPLE.
+def _largest(x_KxN: jax.Array) -> jax.Array:
+    """Return the largest value [K] of each row.
+
+    On CPU, XLA compares one pair of values at a time in a reduction, but several in an element-wise operation. So take
+    the maximum of four parts of a row, which may overlap, before that of what is left.
+    """
+    size = x_KxN.shape[1]
+    length = -(-size // 4)
+    parts = (
+        jax.lax.slice_in_dim(x_KxN, start, start + length, axis=1)
+        for i in range(4)
+        for start in [min(i * length, size - length)]
+    )
+    return jnp.max(functools.reduce(jnp.maximum, parts), axis=1)
+
+
+def _sample(x_KxN: jax.Array) -> jax.Array:
+    """Return values [K, S] at equal distances, and zeros up to E3M0_SAMPLE.
 
     The distance is odd, so that not all of them are of the same few columns of a matrix.
     """
-    sample = x[:: math.ceil(x.size / E3M0_SAMPLE) | 1]
-    return jnp.pad(sample, (0, E3M0_SAMPLE - sample.size))
+    sample = x_KxN[:, :: math.ceil(x_KxN.shape[1] / E3M0_SAMPLE) | 1]
+    return jnp.pad(sample, ((0, 0), (0, E3M0_SAMPLE - sample.shape[1])))
 
 
-def _lower_medians_of_positive(sizes_LxS: jax.Array) -> jax.Array:
-    """Return the lower median of the positive values of each row, which has no negative ones; 0 if there are none.
+def _lower_medians_of_positive(x_KxLxS: jax.Array) -> jax.Array:
+    """Return the lower median [K, L] of the positive values of each sample, which has no negative ones; 0 without any.
 
-    Rounds values down to the precision of bfloat16, the upper 16 bits of a float32. Floats that are not negative sort
-    as their bits do. So the value of a rank is determined bit by bit, which is faster than sorting.
+    Rounds values down to the precision of bfloat16, the upper 16 bits of a float32. A value of a rank is determined bit
+    by bit, which is faster than sorting.
     """
-    bits_LxS = (jax.lax.bitcast_convert_type(sizes_LxS.astype(jnp.float32), jnp.uint32) >> 16).astype(jnp.uint16)
-    count_L = jnp.sum(bits_LxS > 0, axis=1)
-    rank_L = sizes_LxS.shape[1] - count_L + (count_L - 1) // 2
+    bits_KxLxS = (jax.lax.bitcast_convert_type(x_KxLxS.astype(jnp.float32), jnp.uint32) >> 16).astype(jnp.uint16)
+    count_KxL = jnp.sum(bits_KxLxS > 0, axis=-1)
+    rank_KxL = x_KxLxS.shape[-1] - count_KxL + (count_KxL - 1) // 2
 
-    def narrow(i: jax.Array, found_L: jax.Array) -> jax.Array:
-        candidate_L = found_L | (jnp.uint32(1) << (14 - i).astype(jnp.uint32)).astype(jnp.uint16)  # the sign is 0
-        below_L = jnp.sum(bits_LxS < candidate_L[:, None], axis=1)
-        return jnp.where(below_L <= rank_L, candidate_L, found_L)
+    def narrow(i: jax.Array, found_KxL: jax.Array) -> jax.Array:
+        candidate_KxL = found_KxL | (jnp.uint32(1) << (14 - i).astype(jnp.uint32)).astype(jnp.uint16)  # the sign is 0
+        below_KxL = jnp.sum(bits_KxLxS < candidate_KxL[..., None], axis=-1)
+        return jnp.where(below_KxL <= rank_KxL, candidate_KxL, found_KxL)
 
-    found_L = jax.lax.fori_loop(0, 15, narrow, jnp.zeros(count_L.shape, jnp.uint16))
-    median_L = jax.lax.bitcast_convert_type(found_L.astype(jnp.uint32) << 16, jnp.float32)
-    return jnp.where(count_L > 0, median_L, 0)
+    found_KxL = jax.lax.fori_loop(0, 15, narrow, jnp.zeros(count_KxL.shape, jnp.uint16))
+    median_KxL = jax.lax.bitcast_convert_type(found_KxL.astype(jnp.uint32) << 16, jnp.float32)
+    return jnp.where(count_KxL > 0, median_KxL, 0)

@@ -25,6 +25,8 @@ from jax import P
 from pma_jax.replicas.workers import Tree, axis_size, on_shards, sum_over_devices
 
 SEED = 0  # of the choice; it is the same in all workers and runs
+# Of indices that `choose` returned: nothing is computed to correct those outside an array.
+IN_BOUNDS = {"mode": "promise_in_bounds", "wrap_negative_indices": False, "indices_are_sorted": True}
 
 
 def average_share(params: Tree, share: float, step: jax.Array) -> Tree:
@@ -40,12 +42,12 @@ def average_share(params: Tree, share: float, step: jax.Array) -> Tree:
         flat = [x.reshape(x.shape[0], -1) for x in shards]
         key = jax.random.fold_in(jax.random.key(SEED), step[0])
         chosen = choose(key, [x.shape[1] for x in flat], share)
-        sums = [x[:, index].sum(0) for x, index in zip(flat, chosen, strict=True)]
+        sums = [x.at[:, index].get(**IN_BOUNDS).sum(0) for x, index in zip(flat, chosen, strict=True)]
         count = flat[0].shape[0] * axis_size()
         means = sum_over_devices(jnp.concatenate(sums)) / count  # one message for all leaves
         ends = np.cumsum([index.size for index in chosen])[:-1]
         return [
-            x.at[:, index].set(m, unique_indices=True).reshape(shard.shape)
+            x.at[:, index].set(m, unique_indices=True, **IN_BOUNDS).reshape(shard.shape)
             for x, index, m, shard in zip(flat, chosen, jnp.split(means, ends), shards, strict=True)
         ]
 
@@ -64,7 +66,8 @@ def choose(key: jax.Array, sizes: Sequence[int], share: float) -> list[jax.Array
     """
     counts = [share_count(share, size) for size in sizes]
     bounds = [np.arange(count + 1, dtype=np.int64) * size // count for count, size in zip(counts, sizes, strict=True)]
-    low = np.concatenate([one[:-1] for one in bounds]).astype(np.int32)
-    length = np.concatenate([np.diff(one) for one in bounds]).astype(np.int32)
-    chosen = jnp.asarray(low) + jax.random.randint(key, low.shape, 0, length, jnp.int32)
+    low = np.concatenate([one[:-1] for one in bounds]).astype(np.uint32)
+    length = np.concatenate([np.diff(one) for one in bounds]).astype(np.uint32)
+    # The remainder of 32 bits, not `randint`, which draws twice: some elements are more frequent by length / 2^32.
+    chosen = (jnp.asarray(low) + jax.random.bits(key, low.shape) % length).astype(jnp.int32)
     return jnp.split(chosen, np.cumsum(counts)[:-1])

@@ -77,13 +77,10 @@ def quantized(leaves_K: list[jax.Array], kind: quantize.Kind) -> list[jax.Array]
     """Return the leaves [K, ...] of each worker as they arrive when they are sent in few bits."""
 
     @jax.vmap
-    def one_worker(leaves: list[jax.Array]) -> list[jax.Array]:
-        return [
-            quantize.dequantize_leaf(quantize.quantize_leaf(x, scale, kind), scale, kind)
-            for x, scale in zip(leaves, quantize.leaf_scales(leaves, kind), strict=True)
-        ]
+    def arriving(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return quantize.dequantize_leaf(quantize.quantize_leaf(x, scale, kind), scale, kind)
 
-    return on_shards(one_worker, leaves_K)
+    return on_shards(lambda shards: list(map(arriving, shards, quantize.leaf_scales(shards, kind))), leaves_K)
 
 
 def gathered_mean(leaves_K: list[jax.Array], kind: quantize.Kind) -> list[jax.Array]:
@@ -101,7 +98,6 @@ def gathered_mean(leaves_K: list[jax.Array], kind: quantize.Kind) -> list[jax.Ar
         return jax.vmap(lambda x, scale: quantize.dequantize_leaf(x, scale, kind))(levels, scales).mean(0)
 
     def average_all(shards: list[jax.Array]) -> list[jax.Array]:
-        scales = jax.vmap(lambda leaves: quantize.leaf_scales(leaves, kind))(shards)
-        return [average(shard, scale) for shard, scale in zip(shards, scales, strict=True)]
+        return list(map(average, shards, quantize.leaf_scales(shards, kind)))
 
     return on_shards(average_all, leaves_K, drops_workers=True)

@@ -79,7 +79,7 @@ def init_state_from_seed(config: Config) -> TrainState:
 
 
 _init_params = jax.jit(init_params, static_argnums=0)
-_init_state = jax.jit(init_state, static_argnums=0, donate_argnums=1)
+_init_state = jax.jit(init_state, static_argnums=0)
 
 
 def eval_params(config: Config, state: TrainState) -> Params:

@@ -84,7 +84,7 @@ def test_bytes_of_a_rounded_fragment_are_those_of_its_codes_and_scales(kind, fra
     leaves = fragments.take(PARAMS, fragment, 2)
 
     def sent(leaf):
-        (scale,) = quantize.leaf_scales([leaf], kind)
+        scale = quantize.leaf_scales([leaf[None]], kind)[0][0]
         return quantize.pack(quantize.quantize_leaf(leaf, scale, kind), kind), scale
 
     arrays = [array for leaf in leaves for array in jax.eval_shape(sent, leaf)]
