@@ -10,6 +10,7 @@ is stored.
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import hashlib
 import json
@@ -73,8 +74,8 @@ def open_corpus(data_config: config.DataConfig) -> Corpus:
         return Corpus(_digest_files(parts), lambda: _read_tokens(files))
     else:
         assert data_config.source == "packaged", data_config.source
-        files = [_File(name, path) for name, path in packaged.list_files(data_config.package).items()]
-        digest, read = _digest_files(files), lambda: _read_package_files(files)
+        files, digest = _find_package_files(data_config.package)
+        read = lambda: _read_package_files(files)  # noqa: E731
     if data_config.task == "functions":
         return Corpus(digest, lambda: _make_function_documents(_remove_nuls(read()), data_config.pair_bytes))
     return Corpus(digest, lambda: _remove_nuls(read()))
@@ -93,6 +94,13 @@ def _make_function_documents(documents: Iterator[Document], limit_bytes: int) ->
     for document in documents:
         for prompt, body in extract_function_pairs(document.text, limit_bytes):
             yield Document(document.name, body, prompt)
+
+
+@functools.lru_cache(maxsize=8)
+def _find_package_files(package: str) -> tuple[list[_File], str]:
+    """Return the files of an installed package and their digest, which a process computes once."""
+    files = [_File(name, path) for name, path in packaged.list_files(package).items()]
+    return files, _digest_files(files)
 
 
 def _digest_files(files: list[_File]) -> str:
