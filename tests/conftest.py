@@ -70,3 +70,17 @@ def finished(workspace):
     from pma_jax.training.loop import train
 
     return train(tiny.config(workspace), workspace / "finished")
+
+
+@pytest.fixture(scope="session")
+def finished_with_block_means(finished, tmp_path_factory):
+    """Return a copy of the finished run with a block mean at each point. Read-only: copy it before changing it."""
+    import shutil
+
+    import tiny
+
+    from pma_jax.runs.directory import open_run
+
+    run = open_run(shutil.copytree(finished.path, tmp_path_factory.mktemp("block_means") / "run"))
+    tiny.write_block_means(run)
+    return run

@@ -418,7 +418,9 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", ["sma", *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in RECIPES if recipe != "sma")]
+)
 def test_merge_equals_numpy_and_every_verb_accepts_it(pma, finished, tmp_path, recipe):
     out = tmp_path / "deep" / "merged"
     status, output, _ = pma("merge", finished.path, "--last", "3", "--recipe", recipe, "--out", out)

@@ -23,11 +23,8 @@ RECIPES = ["sma", "wma", "ema:alpha=0.2", "lagfree:lag=0.5", "lagfree"]
 
 
 @pytest.fixture
-def copy(finished, tmp_path):
-    """Return a copy of the finished run, with block means."""
-    run = open_run(shutil.copytree(finished.path, tmp_path / "run"))
-    tiny.write_block_means(run)
-    return run
+def copy(finished_with_block_means, tmp_path):
+    return open_run(shutil.copytree(finished_with_block_means.path, tmp_path / "run"))
 
 
 @pytest.fixture

@@ -20,11 +20,8 @@ CELLS = [RAW, Cell("sma", 3), Cell("wma", 2, 2), Cell("lagfree", 4), Cell("sma",
 
 
 @pytest.fixture
-def run(finished, tmp_path):
-    """Return a copy of the finished run, with block means."""
-    copied = open_run(shutil.copytree(finished.path, tmp_path / "run"))
-    tiny.write_block_means(copied)
-    return copied
+def run(finished_with_block_means, tmp_path):
+    return open_run(shutil.copytree(finished_with_block_means.path, tmp_path / "run"))
 
 
 def test_each_loss_is_that_of_numpys_merge_of_the_snapshots_up_to_then(run):

@@ -45,7 +45,13 @@ from pma_jax.storage.formats import hub
 QWEN3 = hf_models.model("qwen3")
 
 # Other kinds have a window, and both norms of queries and keys and tied embeddings.
-SLOW_KINDS = ("qwen3 tied", "mixture, a window")
+SLOW_KINDS = (
+    "qwen3 tied",
+    "mixture, a window",
+    "mixture tied",
+    "olmo2, grouped queries",
+    "smollm3, no rotary positions",
+)
 QUICK_KINDS = [pytest.param(k, marks=pytest.mark.slow) if k in SLOW_KINDS else k for k in KINDS]
 
 

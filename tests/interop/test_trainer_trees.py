@@ -1,5 +1,6 @@
 """Export of MaxText's and levanter's trees, compared with the trainers' rules in float64 and their own converters."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -60,9 +61,19 @@ def assert_tensors(actual, expected):
         assert actual[name].shape == values.shape
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rope_type", ["default", "llama3.1"])
-@pytest.mark.parametrize("kind", MAXTEXT_KINDS)
+# All kinds in one form, and one kind in all forms; the product of both is slow.
+QUICK_MAXTEXT = {(kind, "default", "scanned") for kind in MAXTEXT_KINDS} | {
+    ("qwen3", "llama3.1", form) for form in FORMS
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope_type", "form"),
+    [
+        case if case in QUICK_MAXTEXT else pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product(MAXTEXT_KINDS, ("default", "llama3.1"), FORMS)
+    ],
+)
 def test_maxtext_is_exported_by_its_rules(tmp_path, kind, rope_type, form):
     made = hf_models.model(kind)
     top, layers = maxtext_layers(made)

@@ -132,7 +132,13 @@ IDENTITIES = {
 }
 
 
-@pytest.mark.parametrize("name", IDENTITIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name.startswith(("sparta", "noloco")) else name
+        for name in IDENTITIES
+    ],
+)
 def test_identities(name):
     one, other = (oracles.make_config(**changes) for changes in IDENTITIES[name])
     rng = np.random.default_rng(2)
