@@ -218,7 +218,7 @@ def _apply_blocks(
 ) -> tuple[jax.Array, RouterSums]:
     # Computed once, outside the scan and outside rematerialised code. If each layer cast its own matrices, the scan
     # would copy them in float32 in both passes, and stack their gradients in float32.
-    blocks = _cast_matrices(blocks, x_BxLxD.dtype)
+    blocks = cast_matrices(blocks, x_BxLxD.dtype)
     rotary = rotary_tables(x_BxLxD.shape[1], config.head_dim, config.rope_theta)
     attend = functools.partial(attention, segment_ids_BxL=segment_ids_BxL, window_tokens=config.attention_window_tokens)
 
@@ -242,8 +242,8 @@ def _apply_blocks(
     return x_BxLxD, jax.tree.map(lambda *sums: jnp.stack(sums), *routers)
 
 
-def _cast_matrices(blocks: Block, dtype: jnp.dtype) -> Block:
-    """Cast what multiplies activations; norms, the router and its bias are used in float32."""
+def cast_matrices(blocks: Block, dtype: jnp.dtype) -> Block:
+    """Cast what multiplies activations, which blocks expect; norms, the router and its bias are used in float32."""
 
     def cast(path: tuple, leaf: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path)
@@ -255,7 +255,7 @@ def _cast_matrices(blocks: Block, dtype: jnp.dtype) -> Block:
 def _project_in(x_BxLxD: jax.Array, matrix: jax.Array, sharded_axis: str) -> jax.Array:
     """Project [B, L, D] with a matrix [D, *E] to [B, L, *E]; `sharded_axis` is the logical axis (`RULES`) of E[0]."""
     B, L, D = x_BxLxD.shape
-    matrix_DxE = jnp.reshape(matrix.astype(x_BxLxD.dtype), (D, -1), out_sharding=RULES.spec("width", sharded_axis))
+    matrix_DxE = jnp.reshape(matrix, (D, -1), out_sharding=RULES.spec("width", sharded_axis))
     # Flatten to 2D: for 3D operands, XLA on CPU transposes the output's gradient to compute the matrix's gradient.
     y_SxE = sharded_matmul(x_BxLxD.reshape(B * L, D), matrix_DxE, RULES.spec("batch", sharded_axis))
     sharding = RULES.spec("batch", None, sharded_axis, *[None] * (matrix.ndim - 2))
@@ -265,7 +265,7 @@ def _project_in(x_BxLxD: jax.Array, matrix: jax.Array, sharded_axis: str) -> jax
 def _project_out(x_BxLxE: jax.Array, matrix: jax.Array, sharded_axis: str) -> jax.Array:
     """Project [B, L, *E] with a matrix [*E, D] to [B, L, D]; `sharded_axis` is the logical axis (`RULES`) of E[0]."""
     B, L, D = *x_BxLxE.shape[:2], matrix.shape[-1]
-    matrix_ExD = jnp.reshape(matrix.astype(x_BxLxE.dtype), (-1, D), out_sharding=RULES.spec(sharded_axis, "width"))
+    matrix_ExD = jnp.reshape(matrix, (-1, D), out_sharding=RULES.spec(sharded_axis, "width"))
     x_SxE = jnp.reshape(x_BxLxE, (B * L, -1), out_sharding=RULES.spec("batch", sharded_axis))
     y_SxD = sharded_matmul(x_SxE, matrix_ExD, RULES.spec("batch", None))
     return jnp.reshape(y_SxD, (B, L, D), out_sharding=RULES.spec("batch", None, None))

@@ -19,7 +19,7 @@ from jax import P
 
 from pma_jax.config import ModelConfig
 from pma_jax.model.attention import attention, rotary_tables, rotary_tables_of_layer
-from pma_jax.model.decoder import Block, Decoder, Params, make_decoder, segment_ids
+from pma_jax.model.decoder import Block, Decoder, Params, cast_matrices, make_decoder, segment_ids
 from pma_jax.model.layers import embed_tokens, rms_norm
 from pma_jax.runtime.mesh import RULES, gather_batch_axes
 
@@ -56,7 +56,7 @@ def start_generation(
     empty = jnp.zeros(shape, jnp.dtype(c.compute_dtype), out_sharding=spec)
     tokens_BxM = jnp.pad(prompts_BxP, ((0, 0), (0, room + 1)))
     start = Generation(tokens_BxM, first_B, empty, empty, jnp.int32(0))
-    return _extend(model, start, length)
+    return _extend(model, _blocks(model), start, length)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
@@ -69,17 +69,22 @@ def continue_generation(
         The longer texts; and int32 [B, count], replicated: the next `count` tokens of each row.
     """
     model = make_decoder(graph, params)
-    first = generation.position
+    blocks, first = _blocks(model), generation.position
 
     def step(generation: Generation, _: None) -> tuple[Generation, None]:
-        return _extend(model, generation, 1), None
+        return _extend(model, blocks, generation, 1), None
 
     generation, _ = jax.lax.scan(step, generation, None, length=count)
     chosen_BxC = jax.lax.dynamic_slice_in_dim(generation.tokens, first, count, axis=1)
     return generation, jax.reshard(chosen_BxC, P(None, None))
 
 
-def _extend(model: Decoder, generation: Generation, length: int) -> Generation:
+def _blocks(model: Decoder) -> Block:
+    """Return the blocks with matrices in the compute dtype, cast once for all tokens."""
+    return cast_matrices(model.blocks, jnp.dtype(model.config.compute_dtype))
+
+
+def _extend(model: Decoder, blocks: Block, generation: Generation, length: int) -> Generation:
     """Read the tokens at the next `length` positions, and write the most likely token after them."""
     c, start = model.config, generation.position
     tokens_BxL = jax.lax.dynamic_slice_in_dim(generation.tokens, start, length, axis=1)
@@ -107,7 +112,7 @@ def _extend(model: Decoder, generation: Generation, length: int) -> Generation:
         return (x_BxLxD, tuple(caches)), None
 
     carry = x_BxLxD, (generation.keys, generation.values)
-    (x_BxLxD, (keys, values)), _ = jax.lax.scan(step, carry, (model.blocks, jnp.arange(c.layers)))
+    (x_BxLxD, (keys, values)), _ = jax.lax.scan(step, carry, (blocks, jnp.arange(c.layers)))
     x_BxD = rms_norm(x_BxLxD[:, -1], model.final_norm_D[...], c.norm_epsilon)
     head_DxV = gather_batch_axes(model.head())
     spec = RULES.spec("batch", "vocabulary")

@@ -124,7 +124,7 @@ def _apply_on_device(
     logits_SxE = jnp.dot(x_SxD.astype(jnp.float32), own["router_DxE"], precision=jax.lax.Precision.HIGHEST)
     scores_SxE, weights_SxK, chosen_SxK = route(config, logits_SxE, own["bias_E"])
     width_dims = {"gate_ExDxF": 1, "up_ExDxF": 1, "down_ExFxD": 2}
-    gate, up, down = (_gather_width(own[name], x_SxD.dtype, dim, axes) for name, dim in width_dims.items())
+    gate, up, down = (_gather_width(own[name], dim, axes) for name, dim in width_dims.items())
     expert_devices = jax.lax.axis_size(RULES.experts) if RULES.experts in axes else 1
     y_SxD, load_e = apply_experts(x_SxD, weights_SxK, chosen_SxK, (gate, up, down), expert_devices)
     if RULES.hidden in axes:
@@ -153,7 +153,6 @@ def _balance_loss(scores_BxLxE: jax.Array, chosen_BxLxK: jax.Array) -> jax.Array
     return E * jnp.sum(count_BxE / (L * K) * jnp.sum(share_BxLxE, axis=1))
 
 
-def _gather_width(matrix: jax.Array, dtype: jnp.dtype, width_dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Cast a device's expert matrices to the compute dtype and gather them along `fsdp`."""
-    matrix = matrix.astype(dtype)
+def _gather_width(matrix: jax.Array, width_dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """Gather a device's expert matrices along `fsdp`."""
     return jax.lax.all_gather(matrix, RULES.width, axis=width_dim, tiled=True) if RULES.width in axes else matrix
