@@ -33,7 +33,8 @@ def make(config=TINY, **sizes):
     shape = [sizes.get(axis, 1) for axis in meshes.AXES]
     mesh = jax.make_mesh(shape, meshes.AXES, devices=jax.devices()[: int(np.prod(shape))])
     with jax.set_mesh(mesh):
-        params = jax.tree.map(lambda x: 3 * x, decoder.init_params(config, jax.random.key(0)))
+        params = jax.jit(decoder.init_params, static_argnums=0)(config, jax.random.key(0))
+        params = jax.tree.map(lambda x: 3 * x, params)
         return MeshModel(decoder.graph_definition(config), params, mesh, 96, 4 * 96)
 
 

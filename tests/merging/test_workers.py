@@ -55,7 +55,7 @@ def plan_with_workers(sources, rows, only=False):
 @pytest.mark.parametrize(
     "rows", [pytest.param(ROWS[0], marks=pytest.mark.slow), ROWS], ids=["one recipe", "two recipes"]
 )
-@pytest.mark.parametrize("only", [False, True], ids=["and this process", "alone"])
+@pytest.mark.parametrize("only", [pytest.param(False, marks=pytest.mark.slow), True], ids=["and this process", "alone"])
 def test_workers_merge_to_the_bytes_of_one_process(sources, tmp_path, rows, only):
     names = ["a", "b"][: np.atleast_2d(rows).shape[0]]
     merge(plan(sources, rows, cores=1), [tmp_path / "one" / name for name in names])

@@ -127,7 +127,8 @@ def test_average_may_begin_with_the_initial_parameters(workspace, tmp_path):
         assert_bema(snapshot, theta_0, weights, range(1, snapshot.step + 1))
 
 
-@pytest.mark.parametrize("is_merge", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("is_merge", [False, True])
+@pytest.mark.slow
 def test_fork_begins_where_it_starts(finished, tmp_path, is_merge):
     source = finished.snapshots[0]
     config = resolve(
