@@ -4,6 +4,7 @@ A process simulates eight devices, or as many as `PMA_TEST_DEVICES` says. `make 
 eight and all others with one, which compiles and steps several times faster; with eight every test passes.
 """
 
+import gc
 import importlib.metadata
 import os
 import signal
@@ -54,6 +55,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.keywords.keys() & {"slow", "long"}:
             item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    # The garbage collector takes 5% of the time if it visits all imported modules again and again.
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

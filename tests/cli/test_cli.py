@@ -395,6 +395,7 @@ def test_interrupted_watch_is_one_line(pma, finished, monkeypatch):
     assert pma("watch", finished.path) == (130, "", "stopped: the same command continues after the last preview\n")
 
 
+@pytest.mark.slow
 def test_fork_trains_to_the_horizon(pma, finished, tmp_path):
     arguments = ["fork", finished.path, "--at-tokens", "4096", "--workdir", tmp_path / "fork"]
     arguments += ["--config.schedule.decay=linear", "--config.schedule.decay_start_tokens=4096"]
@@ -555,6 +556,7 @@ def test_sweep_evaluates_each_merge(pma, copy):
     assert "sma:3" in pma(*arguments[:-1])[1]
 
 
+@pytest.mark.slow
 def test_rows_of_a_sweep_without_any_field_are_read_or_refused(pma, copy):
     arguments = ("sweep", copy.path, "--windows", "2,3")
     pma(*arguments)

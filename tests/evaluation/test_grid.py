@@ -208,6 +208,7 @@ def test_the_grid_that_does_not_fit_is_refused(tmp_path, grid, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_best_merge_is_kept_when_a_better_one_comes(tmp_path, grid):
     command = write_program(tmp_path, 'case "$1" in *-2-*) echo 2;; *-3-*) echo 3;; *-4-*) echo 1;; *) echo 0;; esac')
     options = ["--recipes", "sma"]

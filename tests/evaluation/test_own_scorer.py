@@ -109,6 +109,7 @@ def test_scores_of_changed_tasks_are_not_mixed(snapshots, evaluator, capsys):
     assert Path("sweep/sweep.json").read_bytes() == stored
 
 
+@pytest.mark.slow
 def test_the_digest_of_tasks_of_a_folder(snapshots, tmp_path, capsys):
     pytest.importorskip("lm_eval")
     harness_tasks.write_tasks(tmp_path / "tasks", documents=4, generated_tokens=8)

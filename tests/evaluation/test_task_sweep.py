@@ -43,6 +43,7 @@ def metrics(scores):
     return {score["task"]: score["metrics"] for score in scores["tasks"]}
 
 
+@pytest.mark.slow
 def test_each_row_has_the_scores_of_the_merge_on_disk(run, tasks, tmp_path):
     result = sweep_tasks(run, tasks, ["sma", "wma"], [2, 3], [1, 2])
     assert len(result["rows"]) == 8 and result["left_out"] == {} and result["passes"] == 1

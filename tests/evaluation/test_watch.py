@@ -194,6 +194,7 @@ def test_corrupt_last_snapshot_does_not_block_the_watch(copy):
     assert lines[-1].startswith("skipped: ") and max(step for _, step in previews(copy)) == 20
 
 
+@pytest.mark.slow
 def test_block_means_and_start_tokens(copy):
     tiny.write_block_means(copy)
     text = (copy.path / "config.json").read_text()

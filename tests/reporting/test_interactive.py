@@ -90,6 +90,7 @@ def test_a_dark_page_replaces_every_colour(report):
     assert not interactive.DARK_COLORS.keys() & set(interactive.DARK_COLORS.values())
 
 
+@pytest.mark.slow
 def test_long_curves_are_thinned_and_the_page_says_so_and_stays_small(report):
     count = 6 * MAX_POINTS + 1
     tokens = np.linspace(100, report["tokens"], count)

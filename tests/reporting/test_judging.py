@@ -130,6 +130,7 @@ EARLY_ROWS = [
 ]
 
 
+@pytest.mark.slow
 def test_best_of_a_run_of_an_earlier_version_is_chosen_on_select(copy):
     swept = {row["text"]: row["loss"] for row in sweep(copy, ["sma", "wma"], [2, 4])["rows"]}
     assert min(swept, key=swept.__getitem__) != "sma:2", "the losses of the early version choose another merge"

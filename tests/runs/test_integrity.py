@@ -102,6 +102,7 @@ def test_corrupt_snapshot_is_refused_by_name(copy, tmp_path, damage, capsys):
     assert read_stderr(capsys).startswith(f"error: {copy.path} is corrupt: ")
 
 
+@pytest.mark.slow
 def test_corrupt_snapshots_are_written_again_when_the_run_reaches_them(finished, copy, capsys):
     shutil.rmtree(copy.path / "states" / "24")
     flip(array_file(copy.path / "snapshots" / "20"))

@@ -79,6 +79,7 @@ def test_fork_is_keyed_by_parent_tokens_and_changes(cache, workspace, trained):
     assert len(paths) == 5
 
 
+@pytest.mark.slow
 def test_cache_can_be_moved(cache, workspace, tmp_path, trained):
     source = run_cache.get_or_train(cache, tiny.config(workspace))
     fork = run_cache.get_or_fork(cache, source, FORK, ANNEAL)

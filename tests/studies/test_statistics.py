@@ -115,6 +115,7 @@ def test_a_choice_on_the_other_seeds_has_no_advantage_from_noise():
     assert names == ["b", "b", "a"] and losses == [2.0, 2.0, 9.0]
 
 
+@pytest.mark.slow
 def test_clear_findings_have_few_false_ones_among_them():
     rng, false, clear = np.random.default_rng(7), [], 0
     for _ in range(400):

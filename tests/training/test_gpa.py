@@ -103,6 +103,7 @@ def test_snapshots_hold_the_average(run):
     assert snapshot.loss < run.snapshots[0].loss
 
 
+@pytest.mark.slow
 def test_resume_is_bitwise(run, tmp_path):
     copy = tiny.interrupted(run, tmp_path / "run")
     tiny.assert_same_run(train(copy.config, copy.path), run)

@@ -14,6 +14,7 @@ from pma_jax.training.loop import train
 from pma_jax.training.state import abstract_state
 
 
+@pytest.mark.slow
 def test_run_starts_with_the_weights_of_an_imported_model(finished, workspace, tmp_path):
     newest = finished.snapshots[-1]
     hf.export_snapshot(newest.path, tmp_path / "theirs")
