@@ -37,8 +37,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "DiLoCo": {"method": "diloco"},
     "NoLoCo": {"method": "noloco"},
     "Streaming DiLoCo, 4 fragments, float32": {"method": "streaming", "streaming_fragments": 4},
+    # E3M0 has as many bits.
     "Streaming DiLoCo, 4 fragments, int4": {"method": "streaming", "streaming_fragments": 4, "streaming_dtype": "int4"},
-    "Streaming DiLoCo, 4 fragments, E3M0": {"method": "streaming", "streaming_fragments": 4, "streaming_dtype": "e3m0"},
     "SPARTA, 0.5% per step": {"method": "sparta", "sparta_share": 0.005},
 }
 FOLDER = Path(__file__).resolve().parent

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,12 +75,18 @@ def with_workers(config: Config, state: TrainState) -> TrainState:
 def init_state_from_seed(config: Config) -> TrainState:
     """Initialize the state from `training.seed`, sharded over the current mesh (`jax.set_mesh`)."""
     # The program that draws takes longest to compile; runs that differ only in other keys share it.
-    params = _init_params(config.model, jax.random.key(config.training.seed))
+    params = _compiled_init_params(jax.default_backend())(config.model, jax.random.key(config.training.seed))
     return _init_state(config, params)
 
 
-_init_params = jax.jit(init_params, static_argnums=0)
 _init_state = jax.jit(init_state, static_argnums=0)
+
+
+@functools.cache
+def _compiled_init_params(backend: str) -> Callable[..., Params]:
+    """Return `init_params`, compiled; on CPU without optimisations, with which it compiles for 9 s, and runs once."""
+    fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(init_params, static_argnums=0, compiler_options=fast if backend == "cpu" else None)
 
 
 def eval_params(config: Config, state: TrainState) -> Params:
