@@ -75,7 +75,7 @@ def open_corpus(data_config: config.DataConfig) -> Corpus:
     else:
         assert data_config.source == "packaged", data_config.source
         files, digest = _find_package_files(data_config.package)
-        read = lambda: _read_package_files(files)  # noqa: E731
+        read = functools.partial(_read_package_files, files)
     if data_config.task == "functions":
         return Corpus(digest, lambda: _make_function_documents(_remove_nuls(read()), data_config.pair_bytes))
     return Corpus(digest, lambda: _remove_nuls(read()))

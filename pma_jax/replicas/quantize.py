@@ -22,10 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pma_jax.replicas.workers import IN_BOUNDS
+
 Kind = Literal["int8", "int4", "e3m0"]
 E3M0_LOWEST, E3M0_HIGHEST = -2, 3  # exponents
 E3M0_SMALLEST = 2.0**-3  # times the scale: smaller values are 0; the midpoint of 0 and 2^-2
-E3M0_SAMPLE = 512
+E3M0_SAMPLE = 512  # values of a leaf from which its scale is computed
 
 
 def leaf_scales(leaves_K: list[jax.Array], kind: Kind) -> list[jax.Array]:
@@ -50,10 +52,10 @@ def quantize_leaf(x: jax.Array, scale: jax.Array, kind: Kind) -> jax.Array:
     if kind != "e3m0":
         return jnp.round(x / scale).astype(jnp.int8)
     ratio = jnp.abs(x / scale).astype(jnp.float32)
-    # The exponent of sqrt(2) ratio is log2(ratio), rounded.
+    # The exponent of the float sqrt(2) * ratio is log2(ratio), rounded to the nearest integer.
     bits = jax.lax.bitcast_convert_type(ratio * math.sqrt(2), jnp.int32)
-    power = jnp.clip((bits >> 23) - 127, E3M0_LOWEST, E3M0_HIGHEST)
-    level = jnp.where(ratio < E3M0_SMALLEST, 0, power - E3M0_LOWEST + 1).astype(jnp.int8)
+    exponent = jnp.clip((bits >> 23) - 127, E3M0_LOWEST, E3M0_HIGHEST)
+    level = jnp.where(ratio < E3M0_SMALLEST, 0, exponent - E3M0_LOWEST + 1).astype(jnp.int8)
     return jnp.where(x < 0, -level, level)
 
 
@@ -86,17 +88,14 @@ def unpack(codes: jax.Array, kind: Kind, shape: tuple[int, ...]) -> jax.Array:
 def _largest(x_KxN: jax.Array) -> jax.Array:
     """Return the largest value [K] of each row.
 
-    On CPU, XLA compares one pair of values at a time in a reduction, but several in an element-wise operation. So take
-    the maximum of four parts of a row, which may overlap, before that of what is left.
+    On CPU, XLA compares one pair of values at a time in a reduction, but several in an element-wise operation. So
+    reduce a row to a quarter of its length first, by the element-wise maximum of four slices, which may overlap.
     """
     size = x_KxN.shape[1]
     length = -(-size // 4)
-    parts = (
-        jax.lax.slice_in_dim(x_KxN, start, start + length, axis=1)
-        for i in range(4)
-        for start in [min(i * length, size - length)]
-    )
-    return jnp.max(functools.reduce(jnp.maximum, parts), axis=1)
+    starts = [min(i * length, size - length) for i in range(4)]
+    slices = [jax.lax.slice_in_dim(x_KxN, start, start + length, axis=1) for start in starts]
+    return jnp.max(functools.reduce(jnp.maximum, slices), axis=1)
 
 
 def _sample(x_KxN: jax.Array) -> jax.Array:
@@ -107,12 +106,12 @@ def _sample(x_KxN: jax.Array) -> jax.Array:
     size = x_KxN.shape[1]
     index = np.arange(0, size, math.ceil(size / E3M0_SAMPLE) | 1)
     # A gather: XLA for TPU runs out of memory with a strided slice of a large array.
-    sample = x_KxN.at[:, index].get(mode="promise_in_bounds", wrap_negative_indices=False, indices_are_sorted=True)
+    sample = x_KxN.at[:, index].get(**IN_BOUNDS)
     return jnp.pad(sample, ((0, 0), (0, E3M0_SAMPLE - sample.shape[1])))
 
 
 def _lower_medians_of_positive(x_KxLxS: jax.Array) -> jax.Array:
-    """Return the lower median [K, L] of the positive values of each sample, which has no negative ones; 0 without any.
+    """Return the lower median [K, L] of the positive values of each sample, which has no negative ones; 0 if none is.
 
     Rounds values down to the precision of bfloat16, the upper 16 bits of a float32. A value of a rank is determined bit
     by bit, which is faster than sorting.

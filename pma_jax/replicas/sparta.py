@@ -22,11 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P
 
-from pma_jax.replicas.workers import Tree, axis_size, on_shards, sum_over_devices
+from pma_jax.replicas.workers import IN_BOUNDS, Tree, axis_size, on_shards, sum_over_devices
 
 SEED = 0  # of the choice; it is the same in all workers and runs
-# Of indices that `choose` returned: nothing is computed to correct those outside an array.
-IN_BOUNDS = {"mode": "promise_in_bounds", "wrap_negative_indices": False, "indices_are_sorted": True}
 
 
 def average_share(params: Tree, share: float, step: jax.Array) -> Tree:
@@ -68,6 +66,6 @@ def choose(key: jax.Array, sizes: Sequence[int], share: float) -> list[jax.Array
     bounds = [np.arange(count + 1, dtype=np.int64) * size // count for count, size in zip(counts, sizes, strict=True)]
     low = np.concatenate([one[:-1] for one in bounds]).astype(np.uint32)
     length = np.concatenate([np.diff(one) for one in bounds]).astype(np.uint32)
-    # The remainder of 32 bits, not `randint`, which draws twice: some elements are more frequent by length / 2^32.
+    # `randint` would draw twice. A remainder of 32 random bits favours some elements, by at most length / 2^32.
     chosen = (jnp.asarray(low) + jax.random.bits(key, low.shape) % length).astype(jnp.int32)
     return jnp.split(chosen, np.cumsum(counts)[:-1])

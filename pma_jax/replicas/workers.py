@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax import P
 
 AXIS = "replica"
+# Options of gathers and scatters whose indices are sorted and inside the array, so that XLA need not check them.
+IN_BOUNDS = {"mode": "promise_in_bounds", "wrap_negative_indices": False, "indices_are_sorted": True}
 Tree = Any  # a pytree of arrays
 
 

@@ -84,7 +84,10 @@ _init_state = jax.jit(init_state, static_argnums=0)
 
 @functools.cache
 def _compiled_init_params(backend: str) -> Callable[..., Params]:
-    """Return `init_params`, compiled; on CPU without optimisations, with which it compiles for 9 s, and runs once."""
+    """Return `init_params`, jitted for a backend.
+
+    On CPU, XLA compiles it without optimisations: it runs once, and optimising it takes seconds even for a small model.
+    """
     fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return jax.jit(init_params, static_argnums=0, compiler_options=fast if backend == "cpu" else None)
 

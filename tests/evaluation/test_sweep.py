@@ -46,9 +46,9 @@ def by_text(result):
 
 @pytest.mark.parametrize("kind", ["point", pytest.param("block_mean", marks=pytest.mark.slow)])
 def test_each_row_is_the_loss_of_numpys_merge(copy, kind):
-    result = sweep(copy, RECIPES, [3], [1, 2], kind)
+    result = sweep(copy, RECIPES, [2, 3], [1, 2], kind)
     snapshots = copy.of_kind(kind)
-    assert len(result["rows"]) == 10 and result["left_out"] == {}
+    assert len(result["rows"]) == 20 and result["left_out"] == {}
     for row in result["rows"]:
         chosen = snapshots[::-1][:: row["interval"]][: row["window"]][::-1]
         weights = recipes.coefficients(row["recipe"], [s.tokens for s in chosen])

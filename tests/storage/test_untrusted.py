@@ -141,7 +141,7 @@ headers = st.one_of(
 )
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(header=headers, data=st.binary(max_size=40), length=st.none() | st.integers(0, 2**64 - 1))
 def test_any_bytes_open_or_are_one_line(tmp_path, header, data, length):
     path = write(tmp_path / "x.safetensors", header, data, length)
