@@ -23,6 +23,7 @@ from pma_jax.config import Config
 from pma_jax.model.decoder import graph_definition
 from pma_jax.replicas import method
 from pma_jax.replicas.sparta import share_count
+from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training.state import as_workers, init_state_from_seed
 from pma_jax.training.step import make_train_step
@@ -51,6 +52,7 @@ def main() -> None:
         "--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="overrides of the configuration"
     )
     options = parser.parse_args()
+    keep_freed_memory()  # as `pma train` does
     turns: dict[str, Turn] = {}
     one = load(options, "none")
     turns["one worker's step"] = step_turn(one)

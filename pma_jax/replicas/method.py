@@ -10,6 +10,11 @@ import jax
 from pma_jax.config import Config, ReplicasConfig
 from pma_jax.replicas import diloco, noloco, periodic, sparta, streaming
 from pma_jax.replicas.workers import Tree, Workers, mean
+from pma_jax.runtime.mesh import platform_of
+
+# XLA's default schedule on CPU computes the means of all leaves first, when those of the first are in no cache any more
+# and all take memory at a time. This one finishes each leaf in turn.
+CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
 class Sync(NamedTuple):
@@ -110,8 +115,10 @@ def last_update_tokens(config: Config, tokens: int, since: int = 0, of_worker: b
 
 @functools.lru_cache(maxsize=64)
 def make_sync(config: ReplicasConfig, sync: Sync, mesh: jax.sharding.Mesh) -> Callable[[Workers, jax.Array], Workers]:
-    """Return the jitted function from the workers, which it donates, and the number of the step to the new workers."""
-    del mesh  # only a key of the cache: the function is traced for the current mesh
+    """Return the jitted function from the workers, which it donates, and the number of the step to the new workers.
+
+    It is traced for the current mesh, which must be `mesh`.
+    """
 
     def apply(workers: Workers, step: jax.Array) -> Workers:
         if sync.share:
@@ -129,7 +136,7 @@ def make_sync(config: ReplicasConfig, sync: Sync, mesh: jax.sharding.Mesh) -> Ca
             return diloco.sync(config, workers)
         return periodic.sync(config, workers) if sync.outer else workers
 
-    return jax.jit(apply, donate_argnums=0)
+    return jax.jit(apply, donate_argnums=0, compiler_options=CPU_OPTIONS if platform_of(mesh) == "cpu" else None)
 
 
 def worker_params(config: ReplicasConfig, workers: Workers) -> Tree:

@@ -40,7 +40,9 @@ def sync(config: ReplicasConfig, workers: Workers, step: jax.Array) -> Workers:
     """Average over random pairs of workers, chosen by the number of the step; each continues from its new phi."""
     eta, gamma = config.noloco_rate, config.noloco_pull
     phi_K, momentum_K = workers.outer["params"], workers.outer["momentum"]
-    sent_K = jax.tree.map(lambda theta, phi: eta * theta + (gamma - eta) * phi, workers.params, phi_K)
+    sent_K = jax.tree.map(lambda theta: eta * theta, workers.params)
+    if gamma != eta:  # a product with 0 would still read all of phi
+        sent_K = jax.tree.map(lambda sent, phi: sent + (gamma - eta) * phi, sent_K, phi_K)
     mean_K = pair_mean(sent_K, step)
     momentum_K = jax.tree.map(
         lambda m, pair, phi: config.noloco_momentum * m + pair - gamma * phi, momentum_K, mean_K, phi_K
