@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping
+from json.encoder import encode_basestring_ascii as json_string
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,13 @@ def checkpoint_digest(leaves: Mapping[str, Any], leaf_digests: Mapping[str, str]
         leaf_digests: Mapping from leaf name to digest (hex).
     """
     total = hashlib.sha256()
+    kinds: dict[tuple[str, tuple[int, ...]], str] = {}  # their JSON; leaves of one shape share it
     for name in sorted(leaves):
-        leaf = leaves[name]
-        total.update((json.dumps([name, leaf.dtype, list(leaf.shape), leaf_digests[name]]) + "\n").encode())
+        kind = leaves[name].dtype, tuple(leaves[name].shape)
+        if kind not in kinds:
+            kinds[kind] = json.dumps([kind[0], list(kind[1])])[1:-1]
+        # As `json.dumps` would write it, in a fifth of the time: there may be a million leaves.
+        total.update(f'[{json_string(name)}, {kinds[kind]}, "{leaf_digests[name]}"]\n'.encode())
     return total.hexdigest()
 
 

@@ -8,7 +8,7 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -33,7 +33,6 @@ from pma_jax.storage.json_schema import Count, check_schema
 from pma_jax.storage.paths import exists, name_file
 
 FILE_NAME = "provenance.json"
-_JSON_OPTIONS: dict[str, Any] = {"indent": 1, "ensure_ascii": False}
 # Warn above this ratio of the rounding error to the change by merging: about here, rounding to bfloat16 undoes the
 # lower loss of a merge.
 _ROUNDING_WARNING = 0.5
@@ -194,15 +193,34 @@ def equal_source_notes(provenance: Mapping[str, Any]) -> list[str]:
 
 def serialize(provenance: Mapping[str, Any]) -> bytes:
     """Return the content of `provenance.json`."""
-    return (json.dumps(provenance, **_JSON_OPTIONS) + "\n").encode()
+    return "".join(_text_parts(provenance)).encode()
 
 
 def write(directory: Path, provenance: Mapping[str, Any]) -> None:
     """Write `provenance.json` into a directory."""
-    # In parts, because the text of many leaves is long.
     with name_file(directory / FILE_NAME), (directory / FILE_NAME).open("w", encoding="utf-8") as file:
-        json.dump(provenance, file, **_JSON_OPTIONS)
-        file.write("\n")
+        file.writelines(_text_parts(provenance))
+
+
+def _text_parts(provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the text of `provenance.json` in parts, because that of many leaves is long.
+
+    The text is that of `json.dumps(provenance, indent=1)`. With `indent`, it encodes one value at a time in Python, but
+    digests of leaves are flat, so that a separator with the line break and the indent does for them.
+    """
+    without_leaves = provenance | {"leaves": {}, "sources": [{**x, "leaves": {}} for x in provenance["sources"]]}
+    key = '"leaves": {'
+    # Quotes in strings are escaped, so that the key with an empty object is found only where it was put.
+    parts = json.dumps(without_leaves, indent=1, ensure_ascii=False).split(key + "}")
+    yield parts[0]
+    depths = [1] + [3] * len(provenance["sources"])
+    leaves = [provenance["leaves"], *(source["leaves"] for source in provenance["sources"])]
+    for digests, depth, part in zip(leaves, depths, parts[1:], strict=True):
+        margin = "\n" + " " * depth
+        text = json.dumps(digests, ensure_ascii=False, separators=(f",{margin} ", ": "))[1:-1]
+        yield f"{key}{margin} {text}{margin}}}" if digests else key + "}"
+        yield part
+    yield "\n"
 
 
 def read(directory: Path) -> dict[str, Any]:

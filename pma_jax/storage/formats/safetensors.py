@@ -5,6 +5,7 @@ and the data. The safetensors library is not used, because it gives no byte offs
 the data. This module imports no third-party package except NumPy, so that a merge starts in a tenth of a second.
 """
 
+import functools
 import json
 import math
 import re
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from pma_jax.config.errors import UserError
 from pma_jax.storage.formats.layout import OutputLayout
@@ -69,40 +70,59 @@ def read_header(path: Path) -> Header:
                 f"{path}: the header claims {header_bytes} bytes and the file has {file_bytes}; "
                 "it is cut short or not a safetensors file"
             )
-        entries = parse_untrusted_json(file.read(header_bytes), f"{path}: header")
+        text = file.read(header_bytes)
+    try:
+        parsed = _parse_header(text, data_bytes=file_bytes - 8 - header_bytes)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    data_start = 8 + header_bytes
+    byte_ranges = {
+        name: (ByteRange(path, data_start + start, end - start),) for name, (start, end) in parsed.spans.items()
+    }
+    return Header(parsed.leaves, byte_ranges, parsed.metadata)
+
+
+class _ParsedHeader(NamedTuple):
+    """What a header says, without the file in which it is; `spans` has the start and the end of each leaf's data."""
+
+    leaves: Mapping[str, LeafInfo]
+    spans: Mapping[str, tuple[int, int]]
+    metadata: Mapping[str, str]
+
+
+@functools.lru_cache(maxsize=1)  # the checkpoints of a merge often have the same header, of up to a million leaves
+def _parse_header(text: bytes, data_bytes: int) -> _ParsedHeader:
+    """Parse and validate a header for `data_bytes` bytes of data. The messages of errors lack the path."""
+    entries = parse_untrusted_json(text, "header")
     if not isinstance(entries, dict):
-        raise UserError(f"{path}: the header is not a JSON object; it is not a safetensors file")
-    return _validate_header(entries, path, data_start=8 + header_bytes, data_bytes=file_bytes - 8 - header_bytes)
-
-
-def _validate_header(entries: dict[str, Any], path: Path, data_start: int, data_bytes: int) -> Header:
+        raise UserError("the header is not a JSON object; it is not a safetensors file")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise UserError(f"{path}: __metadata__ must map strings to strings")
+        raise UserError("__metadata__ must map strings to strings")
     parsed: list[tuple[int, int, LeafInfo, str]] = []
-    known: _KnownLeaves = {}  # leaves of one shape share their description: there may be a million
+    known: _KnownLeaves = {}  # leaves of one shape share their description
     for name in list(entries):  # freed one by one, because they take more memory than what is kept of them
         # The checkpoints of a merge have the same names, which `intern` stores once.
-        parsed.append((*_parse_entry(name, entries.pop(name), path, known), sys.intern(name)))
+        parsed.append((*_parse_entry(name, entries.pop(name), known), sys.intern(name)))
     parsed.sort(key=lambda entry: entry[:2])
-    previous_end, leaves, byte_ranges = 0, {}, {}
+    previous_end, leaves, spans = 0, {}, {}
     for start, end, leaf, name in parsed:
         if start != previous_end:
             how = "overlaps the one before it" if start < previous_end else "leaves a hole before it"
-            raise UserError(f"{path}: {name[:80]!r} at bytes {start}:{end} {how}; safetensors allows neither")
+            raise UserError(f"{name[:80]!r} at bytes {start}:{end} {how}; safetensors allows neither")
         leaves[name] = leaf
-        byte_ranges[name] = (ByteRange(path, data_start + start, end - start),)
+        spans[name] = start, end
         previous_end = end
     if previous_end != data_bytes:
-        raise UserError(f"{path}: the header describes {previous_end} bytes of data and the file has {data_bytes}")
-    return Header(leaves, byte_ranges, metadata)
+        raise UserError(f"the header describes {previous_end} bytes of data and the file has {data_bytes}")
+    return _ParsedHeader(leaves, spans, metadata)
 
 
-def _parse_entry(name: str, entry: Any, path: Path, known: _KnownLeaves) -> tuple[int, int, LeafInfo]:
+def _parse_entry(name: str, entry: Any, known: _KnownLeaves) -> tuple[int, int, LeafInfo]:
     """Return (start, end, leaf) of one header entry; add its leaf to those that are known."""
 
     def wrong(problem: str) -> UserError:
-        return UserError(f"{path}: {name[:80]!r} {problem}")
+        return UserError(f"{name[:80]!r} {problem}")
 
     # Names appear in messages and become file names, so line breaks and lone surrogates are refused.
     if not name.isprintable():
