@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,8 +13,21 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 HEARTBEAT_SECONDS = 10
+KILLED_AFTER_STEPS = """
+import itertools, os, signal, sys
+from pma_jax import cli
+from pma_jax.training import loop
+place, calls, last = loop.put_batch, itertools.count(1), int(sys.argv[1])
+def place_or_die(mesh, batch):
+    if next(calls) > last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return place(mesh, batch)
+loop.put_batch = place_or_die
+sys.exit(cli.main(sys.argv[2:]))
+"""
 # Gloo writes lines about its connections to file descriptor 1, in pieces: as in `pma`, they go to standard error.
 _OWN_STANDARD_OUTPUT = """
 import os, sys
@@ -117,3 +131,10 @@ def script(text: str, arguments: list[str], count: int, devices: int = 2) -> Job
     """Start `count` processes of a script that first joins the distributed job."""
     joined = f"from pma_jax.runtime import hosts\nhosts.initialize_distributed({HEARTBEAT_SECONDS})\n"
     return start(["-c", _OWN_STANDARD_OUTPUT + joined + text, *arguments], count, devices)
+
+
+def kill_after_steps(count: int, arguments: list[Any]) -> None:
+    """Run `pma` with the arguments of a training in a process that is killed when it has made `count` steps."""
+    command = [sys.executable, "-c", KILLED_AFTER_STEPS, str(count), *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()

@@ -27,7 +27,7 @@ from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
 from pma_jax.studies.statistics import mean_interval
 
-BESIDE = 0.15  # share of the bytes by which methods that send as much are drawn apart
+BESIDE = 0.06  # share of the bytes by which methods that send as much are drawn apart; others keep their order
 LABELS = dict(zip(MODELS, ("a worker", "mean of workers", "a worker, merged", "mean, merged"), strict=True))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from worker_search import edge_keys
 from worker_settings import (
     BOTH,
     DILOCO,
@@ -195,12 +196,14 @@ def compare(results: dict[str, Any], name: str, others: Sequence[str]) -> list[s
 def format_answer(results: dict[str, Any]) -> str:
     """Format the answer: what is left of averaging over workers once merged in time, and against one worker."""
     base, small = base_name(results), small_batch_name(ground_of(results))
-    lines = []
-    for name in names_with_workers(results):
-        lines.append(f"- `{name}`: {describe_share(remaining_share(results, name))}.")
+    with_workers = names_with_workers(results)
+    lines = [f"- `{name}`: {describe_share(remaining_share(results, name))}." for name in with_workers]
     lines += compare(results, base, (ONE, small))
     for name in compared_methods():
         lines += compare(results, name, (ONE, PERIODIC))
+    lines += compare(results, f"{BOTH}, p=0.005", (f"{DILOCO}, K={WORKERS}",))
+    lines += compare(results, f"{SPARTA}, p=0.05", (PERIODIC,))
+    lines += compare(results, small, (ONE,))
     return "\n".join(["**Noise that cancels, or exploration by different workers?**", "", *lines])
 
 
@@ -217,15 +220,20 @@ def format_first(results: dict[str, Any]) -> str:
             row += [across, shown(gain_in_time(results, name)), shown(estimates[name]) if has_workers else ""]
         rows.append(row)
     clear = dict(zip(estimates, find_clear(list(estimates.values())), strict=True))
-    found = [f"`{name}`" for name, is_clear in clear.items() if is_clear and estimates[name].mean > 0]
+    found = [
+        f"`{name}`"
+        for name, is_clear in clear.items()
+        if is_clear and estimates[name].mean > 0 and remaining_share(results, name)
+    ]
     header = ["setting", "rate", "a worker", "mean of the workers", "a worker, merged", "mean, merged"]
     header += ["worker − mean", "mean − merged", "interaction"]
     note = (
         "Losses in nats per token with intervals over seeds; gains with intervals over seeds and documents. The "
         "interaction is what averaging over workers gains, less what it gains once snapshots are merged in time: `0` "
         "if the gains add up, all of the first if time gives the same. It is clearly above `0` (false discovery rate "
-        f"of 5%) for {', '.join(found) or 'no setting'}. K workers average every H steps; a worker is read just before "
-        f"an average. `{ONE}` is data-parallel training with the same batch. N is chosen on the part select."
+        f"of 5%), and averaging over workers gains, for {', '.join(found) or 'no setting'}. K workers average every H "
+        f"steps; a worker is read just before an average. `{ONE}` is data-parallel training with the same batch. N is "
+        "chosen on the part select."
     )
     return f"### 1. Does merging in time add to averaging over workers?\n\n{table(header, rows)}\n\n{note}"
 
@@ -253,18 +261,23 @@ def format_second(results: dict[str, Any]) -> str:
     return "\n\n".join([title, table(header, rows), "\n".join(lines)]).strip()
 
 
-def format_against(results: dict[str, Any], number: str, other: str, title: str, extra: Sequence[str] = ()) -> str:
+def format_against(
+    results: dict[str, Any], number: str, others: Sequence[str], title: str, extra: Sequence[str] = ()
+) -> str:
     """Format the settings of an experiment: loss, merged loss, the gain, and both against another setting.
 
     Args:
         results: The results.
         number: The experiment.
-        other: The setting that the others are compared with.
+        others: The settings that the others are compared with: each row with the last one whose number of workers, the
+            end of its name, it shares, or with the first.
         title: Title of the section.
         extra: Further columns: `bytes`, `spread`.
     """
     rows, margin = [], results["made"]["margin"]
     for name in results["experiments"][number]:
+        same = [one for one in others if one.partition(", ")[2] and one.partition(", ")[2] in name.split(", ")]
+        other = [others[0], *same][-1]
         row = setting_cells(results, name, ("mean", "merged mean"))
         if is_known(results, name):
             row.append(shown(gain_in_time(results, name)))
@@ -277,8 +290,9 @@ def format_against(results: dict[str, Any], number: str, other: str, title: str,
             if "spread" in extra:
                 row.append(format_spread(results, name, "distance"))
         rows.append(row)
-    header = ["setting", "tuned", "loss", "merged", "gain of merging", f"loss against `{other}`"]
-    header += [f"merged against `{other}`"]
+    against_names = " or ".join(f"`{other}`" for other in others)
+    header = ["setting", "tuned", "loss", "merged", "gain of merging", f"loss against {against_names}"]
+    header += [f"merged against {against_names}"]
     header += ["MB sent"] * ("bytes" in extra) + ["distance of the workers"] * ("spread" in extra)
     return f"{title}\n\n{table(header, rows)}"
 
@@ -291,8 +305,7 @@ def format_spread(results: dict[str, Any], name: str, key: str) -> str:
 
 def format_third(results: dict[str, Any]) -> str:
     """Format experiment 3: optimizers of one worker that average while training."""
-    title = "### 3. From passive to active averaging, with one worker"
-    return format_against(results, "3", PLAIN, title)
+    return format_against(results, "3", [PLAIN], "### 3. From passive to active averaging, with one worker")
 
 
 def format_fourth(results: dict[str, Any]) -> str:
@@ -319,7 +332,14 @@ def format_fourth(results: dict[str, Any]) -> str:
 def format_fifth(results: dict[str, Any]) -> str:
     """Format experiment 5: NoLoCo against DiLoCo and periodic averaging."""
     title = "### 5. NoLoCo: pairs of workers"
-    return format_against(results, "5", f"{DILOCO}, K={WORKERS}", title, ("bytes", "spread"))
+    others = [f"{DILOCO}, K={count}" for count in (WORKERS, 2 * WORKERS)]
+    units = ground_of(results).units
+    note = (
+        "Each row is compared with DiLoCo of as many workers. Periodic averages come one step after a snapshot: a run "
+        f"has {units - 1} of them, not {units}."
+    )
+    known = [name for name in others if name in results["experiments"]["5"]]
+    return f"{format_against(results, '5', known, title, ('bytes', 'spread'))}\n\n{note}"
 
 
 def format_sixth(results: dict[str, Any]) -> str:
@@ -329,7 +349,7 @@ def format_sixth(results: dict[str, Any]) -> str:
         "MB: what a worker contributes to averages over the run. Each row differs from the first in what its name "
         "says; the first has two fragments (P), no delay (V, steps) and no mixing (alpha), in float32."
     )
-    return f"{format_against(results, '6', STREAMING, title, ('bytes',))}\n\n{note}"
+    return f"{format_against(results, '6', [STREAMING], title, ('bytes',))}\n\n{note}"
 
 
 def format_searches(results: dict[str, Any]) -> str:
@@ -340,6 +360,14 @@ def format_searches(results: dict[str, Any]) -> str:
         number = " or ".join(map(str, counts))
         names = ", ".join(f"`{name}`" for name in contenders)
         lines.append(f"- {group}: {number} settings for each of {len(contenders)} contenders: {names}.")
+    edges = [
+        f"`{name}` ({', '.join(f'`{key}`' for key in keys)})"
+        for contenders in results["searched"].values()
+        for name, one in contenders.items()
+        if (keys := edge_keys(one))
+    ]
+    where = "at the edge of what was tried, once decided on all seeds, so that others may be better"
+    lines.append(f"- {where}: {', '.join(edges) or 'none'}.")
     finalists, seeds = results["search"]["finalists"], results["search"]["seeds"]
     text = (
         "Rates are the best for the mean of the raw and the merged loss, on other seeds and the part select. Among the "

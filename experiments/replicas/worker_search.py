@@ -155,3 +155,20 @@ def describe(tuned: Tuned, measured: dict[tuple[str, ...], dict[str, list[float]
         # None: the run of a seed diverged.
         tried.append({"setting": list(setting), **(losses if is_finite else dict.fromkeys(losses))})
     return {"best": tuned.contender.overrides(tuned.best), "tried": tried}
+
+
+def edge_keys(searched: dict[str, Any]) -> list[str]:
+    """Return the overrides of a contender's best setting beside which no lower or no higher value was tried."""
+    best = searched["best"]
+    keys = []
+    for k, override in enumerate(best):
+        along = [
+            one["setting"]
+            for one in searched["tried"]
+            if one["setting"][:k] + one["setting"][k + 1 :] == best[:k] + best[k + 1 :]
+        ]
+        values = [float(setting[k].partition("=")[2]) for setting in along]
+        value = float(override.partition("=")[2])
+        if values and value in (min(values), max(values)):
+            keys.append(override)
+    return keys

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P
 
+from pma_jax.config.errors import UserError
 from pma_jax.replicas.workers import IN_BOUNDS, Tree, axis_size, on_shards, sum_over_devices
 
 SEED = 0  # of the choice; it is the same in all workers and runs
@@ -61,7 +62,15 @@ def choose(key: jax.Array, sizes: Sequence[int], share: float) -> list[jax.Array
     """Choose ceil(share * n) of the numbers from 0 to n - 1, for each n of `sizes`: one of each range of equal length.
 
     Draw once for all leaves, because a draw for each is several small programs.
+
+    Raises:
+        UserError: A number is too large for the int32 of an index.
     """
+    if max(sizes) > 2**31 - 1:
+        raise UserError(
+            f"replicas.method=sparta: a device holds {max(sizes):,} elements of one array, and can choose among "
+            "2,147,483,647: split it over more devices by mesh.fsdp"
+        )
     counts = [share_count(share, size) for size in sizes]
     bounds = [np.arange(count + 1, dtype=np.int64) * size // count for count, size in zip(counts, sizes, strict=True)]
     low = np.concatenate([one[:-1] for one in bounds]).astype(np.uint32)

@@ -3,7 +3,7 @@
 A setting is a position on axes, each of which is a configuration key with a geometric scale of values. The search is
 the same for every contender: first the settings of a grid, then, in rounds, two unmeasured neighbours of the best
 setting so far, those along the first axes first. It ends when the best setting of every contender has a lower loss than
-all its neighbours, so that no best setting is at the edge of what was tried.
+all its neighbours on these seeds, so that no best setting is at the edge of what was tried.
 
 The settings of a round are measured together, those of all contenders, so that their runs can be trained at the same
 time. A search on one seed is cheaper: `measure_best` then measures the best settings of each contender on more seeds.
@@ -137,7 +137,7 @@ def measure_best(tuned: dict[str, Tuned], measure: Measure, count: int) -> dict[
 
     Returns:
         The best settings of each contender, with their losses on the seeds of both measurements. The best one of them
-        may have a neighbour that is measured on the first seeds only.
+        may have a neighbour that is measured on the first seeds only, or not at all: a page has to say so.
     """
     found = {
         name: Tuned(

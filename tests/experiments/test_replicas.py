@@ -215,13 +215,18 @@ def made_up_results(ground: Ground, diverged=()):
         if setting.workers:
             spread = rng.uniform(0.1, 0.2, setting.seeds).tolist()
             settings[name]["spread"] = {"distance": spread, "correlation": spread}
-    one = {"best": ["schedule.peak_rate=0.004"], "tried": [{}] * 5}
+    rates = ("0.002", "0.004", "0.008")
+    one = {
+        "best": ["schedule.peak_rate=0.004"],
+        "tried": [{"setting": [f"schedule.peak_rate={rate}"]} for rate in rates],
+    }
+    at_edge = one | {"best": ["schedule.peak_rate=0.002"]}
     return {
         "made": {"margin": 0.003, "seeds": list(range(8))},
         "size": ground.size,
         "ground": dataclasses.asdict(ground),
         "search": {"seeds": 3, "finalists": 3},
-        "searched": {"methods": {"plain": one}, "cells": {"K=4, H=32": one}},
+        "searched": {"methods": {"plain": one}, "cells": {"K=4, H=32": at_edge}},
         "experiments": {number: list(of_one) for number, of_one in experiments.items()},
         "counts": [{"workers": 1, "name": "one worker"}, {"workers": 4, "name": "K=4, H=32"}],
         "settings": settings,
@@ -237,6 +242,7 @@ def test_page_has_an_interval_with_each_figure_and_answers_the_question(ground):
     assert worker_page.interaction(results, base).mean == pytest.approx(0.04, abs=0.005)
     assert worker_page.remaining_share(results, base).mean == pytest.approx(0.2, abs=0.1)
     assert "most of it is noise that cancels" in worker_page.answer(results)
+    assert text.count("so that others may be better: `K=4, H=32` (`schedule.peak_rate=0.002`).") == 1
     row = worker_page.summarize(results)
     assert all(dataclasses.astuple(row)) and "nats" in row.effect
     assert set(worker_figure.draw(results)) == {"figure.png"}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pma_jax import config
 from pma_jax.config import MeshConfig
+from pma_jax.config.errors import UserError
 from pma_jax.config.replica_rules import METHODS
 from pma_jax.replicas import fragments, method, noloco, periodic, quantize, sparta
 from pma_jax.runtime.mesh import make_mesh
@@ -57,6 +58,11 @@ def test_every_element_is_chosen_about_as_often():
     counts = np.bincount(np.ravel(chosen), minlength=size)
     # Ranges are of 9 or 10 elements, so that an element is chosen with probability 1/9 or 1/10.
     assert counts.min() > times / 10 * 0.7 and counts.max() < times / 9 * 1.3
+
+
+def test_an_array_with_more_elements_than_an_index_can_count_is_refused():
+    with pytest.raises(UserError, match=r"2,147,483,648 elements of one array.*mesh\.fsdp"):
+        sparta.choose(jax.random.key(0), [10, 2**31], 1e-9)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -6,6 +6,7 @@ import shutil
 
 import jax
 import numpy as np
+import processes
 import pytest
 import tiny
 
@@ -101,6 +102,30 @@ def test_a_resumed_run_is_bitwise_equal(workspace, tmp_path, name):
     for kind in config.checkpoint.kinds:
         for one, other in zip(whole.of_kind(kind), resumed.of_kind(kind), strict=True):
             tiny.assert_equal(tiny.read(one), tiny.read(other))
+
+
+@pytest.mark.slow
+def test_a_run_with_workers_that_was_killed_resumes_to_the_same_bits(workspace, tmp_path):
+    keys = {f"replicas__{key}": value for key, value in METHODS["streaming"].items()}
+    file = tiny.write_config(tmp_path / "config.py", workspace, replicas__method="streaming", replicas__count=4, **keys)
+    for count in (12, 11):
+        processes.kill_after_steps(count, ["train", "--config", file, "--workdir", tmp_path / "run"])
+    run = open_run(tmp_path / "run")
+    assert not run.states or run.states[-1].step < 24
+    whole, resumed = train(run.config, tmp_path / "whole"), train(run.config, run.path)
+    tiny.assert_equal(read_state(whole, 24), read_state(resumed, 24))
+    assert tiny.numbers(resumed) == tiny.numbers(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["periodic", "diloco"])
+def test_all_workers_of_a_fork_start_from_given_weights(workspace, finished, tmp_path, name):
+    run = train(make_config(workspace, name), tmp_path / "run")
+    still = make_config(workspace, name, schedule__peak_rate=1e-12)  # so that snapshots show where it started
+    weights = finished.snapshots[0]
+    forked = train(still, fork(run, 8 * 256, still, tmp_path / "fork", weights=weights.path).path)
+    assert_close(tiny.read(forked.snapshots[-1]), tiny.read(weights))
+    assert_close(read_state(forked, 24).params, jax.tree.map(lambda x: np.stack([x] * 4), tiny.read(weights)))
 
 
 @pytest.mark.parametrize("name", methods("noloco", "diloco"))

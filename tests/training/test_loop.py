@@ -1,12 +1,10 @@
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+import processes
 import pytest
 import tiny
 from etils import epath
@@ -136,20 +134,6 @@ def test_resume_is_bitwise_equal_to_uninterrupted_run(finished, copy, step):
     assert_same_run(train(copy.config, copy.path), finished)
 
 
-KILLED = """
-import itertools, os, signal, sys
-from pma_jax import cli
-from pma_jax.training import loop
-place, calls, last = loop.put_batch, itertools.count(1), int(sys.argv[1])
-def place_or_die(mesh, batch):
-    if next(calls) > last:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return place(mesh, batch)
-loop.put_batch = place_or_die
-sys.exit(cli.main(sys.argv[2:]))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [[11], [16], [3, 10, 8]], ids=str)
 def test_killed_run_resumes_bitwise(finished, workspace, tmp_path, steps):
@@ -157,8 +141,7 @@ def test_killed_run_resumes_bitwise(finished, workspace, tmp_path, steps):
     file = tiny.write_config(tmp_path / "config.py", workspace)
     arguments = ["train", "--config", file, "--workdir", tmp_path / "run"]
     for count in steps:
-        ended = subprocess.run([sys.executable, "-c", KILLED, str(count), *map(str, arguments)], capture_output=True)
-        assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+        processes.kill_after_steps(count, arguments)
     run = open_run(tmp_path / "run")
     assert not run.states or run.states[-1].step < 24
     assert_same_run(train(run.config, run.path), finished)

@@ -208,7 +208,8 @@ def _text_parts(provenance: Mapping[str, Any]) -> Iterator[str]:
     The text is that of `json.dumps(provenance, indent=1)`. With `indent`, it encodes one value at a time in Python, but
     digests of leaves are flat, so that a separator with the line break and the indent does for them.
     """
-    without_leaves = provenance | {"leaves": {}, "sources": [{**x, "leaves": {}} for x in provenance["sources"]]}
+    sources = [{**source, "leaves": {}} for source in provenance["sources"]]
+    without_leaves = {**provenance, "leaves": {}, "sources": sources}
     key = '"leaves": {'
     # Quotes in strings are escaped, so that the key with an empty object is found only where it was put.
     parts = json.dumps(without_leaves, indent=1, ensure_ascii=False).split(key + "}")
