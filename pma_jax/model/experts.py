@@ -16,7 +16,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pma_jax.model.kernels.grouped_matmul import grouped_matmul
 from pma_jax.model.kernels.matmul import MATMUL_CHECKPOINT_NAME
-from pma_jax.model.layers import swiglu
 
 AXIS = "expert"  # the mesh axis that splits the experts
 # Rows of an exchange buffer, relative to what a perfectly balanced router fills. The excess goes in further rounds.
@@ -81,9 +80,9 @@ def _apply_with_exchange(
         expert_R = _all_to_all(jnp.where(expert_R < 0, local_experts, expert_R % local_experts), expert_devices)
         rows_RxD = _all_to_all(_gather_rows(x_SxD, assignment_R, buffer_row_SxK), expert_devices)
         order_R, inverse_R, sizes_e = _sort_by_group(expert_R, local_experts)
-        rows_RxD = _gather_rows(rows_RxD, order_R, inverse_R[:, None])
+        rows_RxD = _permute_rows(rows_RxD, order_R, inverse_R)
         y_RxD = _gated_mlp(rows_RxD, sizes_e, matrices, has_padding=True)
-        y_RxD = _all_to_all(_gather_rows(y_RxD, inverse_R, order_R[:, None]), expert_devices)
+        y_RxD = _all_to_all(_permute_rows(y_RxD, inverse_R, order_R), expert_devices)
         return _gather_and_sum(y_RxD, weights_SxK, assignment_R, buffer_row_SxK), sizes_e
 
     total = run_round(jnp.int32(0))
@@ -125,8 +124,14 @@ def _gated_mlp(rows_RxD: jax.Array, sizes_e: jax.Array, matrices: Matrices, has_
     # One product for both, so that the rows are read once in each pass, and their gradient is not a sum of two results.
     both_exDx2F = jnp.concatenate([gate_exDxF, up_exDxF], axis=2)
     both_Rx2F = checkpoint_name(grouped_matmul(rows_RxD, both_exDx2F, sizes_e, has_padding), MATMUL_CHECKPOINT_NAME)
-    hidden_RxF = swiglu(*jnp.split(both_Rx2F, 2, axis=1))
+    hidden_RxF = _swiglu_of_halves(both_Rx2F)
     return checkpoint_name(grouped_matmul(hidden_RxF, down_exFxD, sizes_e, has_padding), MATMUL_CHECKPOINT_NAME)
+
+
+@jax.checkpoint  # saves the product for the gradient, and not its halves, which would be copies
+def _swiglu_of_halves(both_Rx2F: jax.Array) -> jax.Array:
+    gate_RxF, up_RxF = jnp.split(both_Rx2F, 2, axis=1)
+    return jax.nn.silu(gate_RxF) * up_RxF
 
 
 def _all_to_all(rows: jax.Array, expert_devices: int) -> jax.Array:
@@ -151,8 +156,7 @@ def _sort_by_group(group_A: jax.Array, groups: int) -> tuple[jax.Array, jax.Arra
 def _gather_rows(x_SxD: jax.Array, assignment_R: jax.Array, row_SxK: jax.Array) -> jax.Array:
     """Gather the token of each assignment from `x_SxD` into rows [R, D]; empty rows are copies of the last token.
 
-    The gradient uses `row_SxK`, the row of each assignment. To permute rows, pass the permutation as `assignment_R` and
-    its inverse as `row_SxK`, with K = 1.
+    The gradient uses `row_SxK`, the row of each assignment.
     """
     return x_SxD.at[assignment_R // row_SxK.shape[1]].get(mode="clip")
 
@@ -170,6 +174,26 @@ _gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
 
 
 @jax.custom_vjp
+def _permute_rows(rows_RxD: jax.Array, order_R: jax.Array, inverse_R: jax.Array) -> jax.Array:
+    """Permute rows by `order_R`, whose inverse is `inverse_R`: both passes write each row once, and nothing else."""
+    return rows_RxD.at[order_R].get(mode="promise_in_bounds", unique_indices=True, wrap_negative_indices=False)
+
+
+def _permute_rows_forward(
+    rows_RxD: jax.Array, order_R: jax.Array, inverse_R: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _permute_rows(rows_RxD, order_R, inverse_R), (order_R, inverse_R)
+
+
+def _permute_rows_backward(saved: tuple[jax.Array, jax.Array], g_RxD: jax.Array) -> tuple[jax.Array, None, None]:
+    order_R, inverse_R = saved
+    return _permute_rows(g_RxD, inverse_R, order_R), None, None
+
+
+_permute_rows.defvjp(_permute_rows_forward, _permute_rows_backward)
+
+
+@jax.custom_vjp
 def _gather_and_sum(y_RxD: jax.Array, weights_SxK: jax.Array, assignment_R: jax.Array, row_SxK: jax.Array) -> jax.Array:
     """Return the weighted sum of each token's rows of `y_RxD`: float32 [S, D]."""
     y_SxKxD = y_RxD.at[row_SxK].get(mode="fill", fill_value=0)
@@ -182,12 +206,14 @@ def _gather_and_sum_forward(y_RxD, weights_SxK, assignment_R, row_SxK):
 
 def _gather_and_sum_backward(saved: tuple[jax.Array, ...], g_SxD: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
     y_RxD, weights_SxK, assignment_R, row_SxK = saved
-    weight_R = weights_SxK.reshape(-1).at[assignment_R].get(mode="clip")
-    # Gathered in the dtype that the sum is cast to, which is half of its bytes. Empty rows have undefined gradients.
+    # In the dtype of the rows: XLA for TPU would write the float32 products, and those of the gathered sum, to memory.
+    weight_R = weights_SxK.reshape(-1).at[assignment_R].get(mode="clip").astype(y_RxD.dtype)
+    # Empty rows have undefined gradients.
     g_RxD = g_SxD.astype(y_RxD.dtype).at[assignment_R // row_SxK.shape[1]].get(mode="clip")
-    y_SxKxD = y_RxD.at[row_SxK].get(mode="fill", fill_value=0)
-    d_weights = jnp.einsum("sd,skd->sk", g_SxD, y_SxKxD, preferred_element_type=jnp.float32)
-    return (weight_R[:, None] * g_RxD).astype(y_RxD.dtype), d_weights, None, None
+    # By row, where both factors are, and not by token, which would gather all rows again.
+    d_weight_R = jnp.sum(g_RxD.astype(jnp.float32) * y_RxD.astype(jnp.float32), axis=1)
+    d_weights = d_weight_R.at[row_SxK].get(mode="fill", fill_value=0)
+    return weight_R[:, None] * g_RxD, d_weights, None, None
 
 
 _gather_and_sum.defvjp(_gather_and_sum_forward, _gather_and_sum_backward)
