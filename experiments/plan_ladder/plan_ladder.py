@@ -55,8 +55,9 @@ class Slice:
 
 # Parameters, moments and gradients take 16 bytes per parameter, split over all devices. With microbatches of 16 to 64
 # thousand tokens per device, the activations that blocks keep for the backward pass (2 bytes per token and width) fit.
+# Fewer microbatches than fit are not always better: of dense_125m, 2, 4 and 8 have bounds of 49%, 53% and 67% MFU.
 SLICES = {
-    "dense_125m": Slice("v5e:2x2", fsdp=4, accumulation_steps=4),
+    "dense_125m": Slice("v5e:2x2", fsdp=4, accumulation_steps=8),
     "dense_411m": Slice("v5e:4x4", fsdp=16, accumulation_steps=4),
     "dense_1b": Slice("v6e:4x4", fsdp=16, accumulation_steps=4),
     "dense_2b": Slice("v6e:4x4", fsdp=16, accumulation_steps=8),
