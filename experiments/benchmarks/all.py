@@ -1,7 +1,7 @@
 """Run the benchmarks of this machine's CPU one after the other, and print what each of them prints.
 
-    python experiments/benchmarks/all.py --quick SCRATCH              fewer rounds, smaller files: about 15 minutes
-    python experiments/benchmarks/all.py SCRATCH                      as the pages report them: hours
+    python experiments/benchmarks/all.py --quick SCRATCH              fewer rounds and smaller files
+    python experiments/benchmarks/all.py SCRATCH                      all rounds
     python experiments/benchmarks/all.py --quick SCRATCH --only train,merge
 
 Nothing else may run on the machine meanwhile. Benchmarks that compare with PyTorch or lm-eval need its packages
@@ -30,7 +30,7 @@ BENCHMARKS = {
     "block_mean": ("block_mean.py", "", "--rounds 40"),
     "spikes": ("spikes.py", "", "--rounds 40 --steps 100000 --planted 50"),
     "safety": ("safety.py", "", "--rounds 40 --starts 1"),
-    "snapshots": ("snapshots.py", "--rounds 9", "--rounds 2 --tokens 6e5"),
+    "snapshots": ("snapshots.py", "", "--rounds 2 --tokens 6e5"),
     "small_merges": ("small_merges.py", SCRATCH, f"{SCRATCH} --tensors 10000 --rounds 5"),
     "merge": ("merge.py", SCRATCH, f"{SCRATCH} --rounds 3 --sections safetensors"),
     "grid": ("grid.py", SCRATCH, f"{SCRATCH} --megabytes 20 --rounds 2"),
@@ -57,8 +57,7 @@ def main() -> None:
     for name in names:
         script, full, quick = BENCHMARKS[name]
         words = [
-            str(options.scratch / name) if word == SCRATCH else word
-            for word in (quick if options.quick else full).split()
+            str(options.scratch) if word == SCRATCH else word for word in (quick if options.quick else full).split()
         ]
         print(f"\n== {name}: python experiments/benchmarks/{script} {' '.join(words)}", flush=True)
         start = time.perf_counter()

@@ -1,6 +1,6 @@
 """The generated section of the page, from results.json alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -223,7 +223,7 @@ def format_first(results: dict[str, Any]) -> str:
     found = [
         f"`{name}`"
         for name, is_clear in clear.items()
-        if is_clear and estimates[name].mean > 0 and remaining_share(results, name)
+        if is_clear and estimates[name].mean > 0 and remaining_share(results, name) is not None
     ]
     header = ["setting", "rate", "a worker", "mean of the workers", "a worker, merged", "mean, merged"]
     header += ["worker − mean", "mean − merged", "interaction"]
@@ -262,22 +262,20 @@ def format_second(results: dict[str, Any]) -> str:
 
 
 def format_against(
-    results: dict[str, Any], number: str, others: Sequence[str], title: str, extra: Sequence[str] = ()
+    results: dict[str, Any], number: str, others: Mapping[str, str], title: str, extra: Sequence[str] = ()
 ) -> str:
     """Format the settings of an experiment: loss, merged loss, the gain, and both against another setting.
 
     Args:
         results: The results.
         number: The experiment.
-        others: The settings that the others are compared with: each row with the last one whose number of workers, the
-            end of its name, it shares, or with the first.
+        others: Part of a name -> the setting that such rows are compared with; the last part that matches decides.
         title: Title of the section.
         extra: Further columns: `bytes`, `spread`.
     """
     rows, margin = [], results["made"]["margin"]
     for name in results["experiments"][number]:
-        same = [one for one in others if one.partition(", ")[2] and one.partition(", ")[2] in name.split(", ")]
-        other = [others[0], *same][-1]
+        other = [compared for part, compared in others.items() if part in name][-1]
         row = setting_cells(results, name, ("mean", "merged mean"))
         if is_known(results, name):
             row.append(shown(gain_in_time(results, name)))
@@ -290,7 +288,7 @@ def format_against(
             if "spread" in extra:
                 row.append(format_spread(results, name, "distance"))
         rows.append(row)
-    against_names = " or ".join(f"`{other}`" for other in others)
+    against_names = " or ".join(f"`{other}`" for other in others.values())
     header = ["setting", "tuned", "loss", "merged", "gain of merging", f"loss against {against_names}"]
     header += [f"merged against {against_names}"]
     header += ["MB sent"] * ("bytes" in extra) + ["distance of the workers"] * ("spread" in extra)
@@ -305,7 +303,7 @@ def format_spread(results: dict[str, Any], name: str, key: str) -> str:
 
 def format_third(results: dict[str, Any]) -> str:
     """Format experiment 3: optimizers of one worker that average while training."""
-    return format_against(results, "3", [PLAIN], "### 3. From passive to active averaging, with one worker")
+    return format_against(results, "3", {"": PLAIN}, "### 3. From passive to active averaging, with one worker")
 
 
 def format_fourth(results: dict[str, Any]) -> str:
@@ -332,14 +330,16 @@ def format_fourth(results: dict[str, Any]) -> str:
 def format_fifth(results: dict[str, Any]) -> str:
     """Format experiment 5: NoLoCo against DiLoCo and periodic averaging."""
     title = "### 5. NoLoCo: pairs of workers"
-    others = [f"{DILOCO}, K={count}" for count in (WORKERS, 2 * WORKERS)]
+    others = {"": f"{DILOCO}, K={WORKERS}"}
+    twice = f"K={2 * WORKERS}"
+    if f"{DILOCO}, {twice}" in results["experiments"]["5"]:
+        others[twice] = f"{DILOCO}, {twice}"
     units = ground_of(results).units
     note = (
         "Each row is compared with DiLoCo of as many workers. Periodic averages come one step after a snapshot: a run "
         f"has {units - 1} of them, not {units}."
     )
-    known = [name for name in others if name in results["experiments"]["5"]]
-    return f"{format_against(results, '5', known, title, ('bytes', 'spread'))}\n\n{note}"
+    return f"{format_against(results, '5', others, title, ('bytes', 'spread'))}\n\n{note}"
 
 
 def format_sixth(results: dict[str, Any]) -> str:
@@ -349,7 +349,7 @@ def format_sixth(results: dict[str, Any]) -> str:
         "MB: what a worker contributes to averages over the run. Each row differs from the first in what its name "
         "says; the first has two fragments (P), no delay (V, steps) and no mixing (alpha), in float32."
     )
-    return f"{format_against(results, '6', [STREAMING], title, ('bytes',))}\n\n{note}"
+    return f"{format_against(results, '6', {'': STREAMING}, title, ('bytes',))}\n\n{note}"
 
 
 def format_searches(results: dict[str, Any]) -> str:

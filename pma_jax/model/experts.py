@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pma_jax.model.kernels.grouped_matmul import grouped_matmul
 from pma_jax.model.kernels.matmul import MATMUL_CHECKPOINT_NAME
+from pma_jax.model.layers import swiglu_of_halves
 
 AXIS = "expert"  # the mesh axis that splits the experts
 # Rows of an exchange buffer, relative to what a perfectly balanced router fills. The excess goes in further rounds.
@@ -124,14 +125,8 @@ def _gated_mlp(rows_RxD: jax.Array, sizes_e: jax.Array, matrices: Matrices, has_
     # One product for both, so that the rows are read once in each pass, and their gradient is not a sum of two results.
     both_exDx2F = jnp.concatenate([gate_exDxF, up_exDxF], axis=2)
     both_Rx2F = checkpoint_name(grouped_matmul(rows_RxD, both_exDx2F, sizes_e, has_padding), MATMUL_CHECKPOINT_NAME)
-    hidden_RxF = _swiglu_of_halves(both_Rx2F)
+    hidden_RxF = swiglu_of_halves(both_Rx2F)
     return checkpoint_name(grouped_matmul(hidden_RxF, down_exFxD, sizes_e, has_padding), MATMUL_CHECKPOINT_NAME)
-
-
-@jax.checkpoint  # saves the product for the gradient, and not its halves, which would be copies
-def _swiglu_of_halves(both_Rx2F: jax.Array) -> jax.Array:
-    gate_RxF, up_RxF = jnp.split(both_Rx2F, 2, axis=1)
-    return jax.nn.silu(gate_RxF) * up_RxF
 
 
 def _all_to_all(rows: jax.Array, expert_devices: int) -> jax.Array:
@@ -206,7 +201,7 @@ def _gather_and_sum_forward(y_RxD, weights_SxK, assignment_R, row_SxK):
 
 def _gather_and_sum_backward(saved: tuple[jax.Array, ...], g_SxD: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
     y_RxD, weights_SxK, assignment_R, row_SxK = saved
-    # In the dtype of the rows: XLA for TPU would write the float32 products, and those of the gathered sum, to memory.
+    # In the dtype of the rows: XLA for TPU would write products in float32 to memory.
     weight_R = weights_SxK.reshape(-1).at[assignment_R].get(mode="clip").astype(y_RxD.dtype)
     # Empty rows have undefined gradients.
     g_RxD = g_SxD.astype(y_RxD.dtype).at[assignment_R // row_SxK.shape[1]].get(mode="clip")

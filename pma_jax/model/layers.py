@@ -48,6 +48,13 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
+@jax.checkpoint  # saves its input for the gradient, and not the halves, which would be copies
+def swiglu_of_halves(both: jax.Array) -> jax.Array:
+    """Return silu(gate) * up of [..., 2F], the first half of whose last dim is `gate` and the second `up`."""
+    gate, up = jnp.split(both, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def embed_tokens(table_VxD: jax.Array, tokens_BxL: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Look up the embedding of each token.

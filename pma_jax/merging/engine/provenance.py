@@ -205,8 +205,8 @@ def write(directory: Path, provenance: Mapping[str, Any]) -> None:
 def _text_parts(provenance: Mapping[str, Any]) -> Iterator[str]:
     """Yield the text of `provenance.json` in parts, because that of many leaves is long.
 
-    The text is that of `json.dumps(provenance, indent=1)`. With `indent`, it encodes one value at a time in Python, but
-    digests of leaves are flat, so that a separator with the line break and the indent does for them.
+    The text is that of `json.dumps(provenance, indent=1, ensure_ascii=False)`, which encodes one value at a time in
+    Python. The digests of leaves are encoded in C: without `indent`, but with a separator that contains it.
     """
     sources = [{**source, "leaves": {}} for source in provenance["sources"]]
     without_leaves = {**provenance, "leaves": {}, "sources": sources}
