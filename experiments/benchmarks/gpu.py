@@ -53,7 +53,7 @@ SIZES = {
             ),
             "moe_2k": (
                 "moe_1b_5b",
-                ((16, DOTS, SCANNED), (8, DOTS, SCANNED), (8, FULL, SCANNED), (4, FULL, SCANNED)),
+                ((16, DOTS, UNROLLED), (8, DOTS, UNROLLED), (8, FULL, SCANNED), (4, FULL, SCANNED)),
                 2048,
             ),
         },
