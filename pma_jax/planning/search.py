@@ -1,7 +1,8 @@
 """`pma plan --search`: the microbatches and the rematerialization that give a train step its lowest bound.
 
-Fewer and larger microbatches read the weights less often and need more memory. For each kind of rematerialization, the
-search tries the fewest microbatches first and ends at the first number that fits.
+Fewer and larger microbatches read the weights less often and need more memory. Yet their bound is not always lower: XLA
+copies or converts what is too large for a chip's fast memory. For each kind of rematerialization, the search tries the
+fewest microbatches first, and ends at the first number whose bound is no lower than that of the number before it.
 """
 
 import dataclasses
@@ -36,15 +37,22 @@ def search(
     """
     tried, allowed = [], _allowed_microbatches(config, topology)
     for remat in REMATS:
+        lowest = float("inf")
         for changed in allowed:
             steps = changed.training.accumulation_steps
             changed = dataclasses.replace(changed, model=dataclasses.replace(changed.model, remat=remat))
             log(f"compiling the train step for {topology.name}: accumulation_steps={steps}, remat={remat}")
             numbers = run_plan.plan_train_step(changed, topology)
             tried.append({"accumulation_steps": steps, "remat": remat} | numbers)
-            if numbers["compiled"]:
+            if numbers["compiled"] and _bound(numbers) >= lowest:
                 break
-    return sorted(tried, key=lambda one: one["roofline"]["seconds"] if one["compiled"] else float("inf"))
+            lowest = min(lowest, _bound(numbers))
+    return sorted(tried, key=_bound)
+
+
+def _bound(plan: dict[str, Any]) -> float:
+    """Return the seconds that a step takes at least; infinity if it does not fit."""
+    return plan["roofline"]["seconds"] if plan["compiled"] else float("inf")
 
 
 def format_search(tried: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""The search of microbatches and rematerialization: what fits with the fewest, ranked by the bound of the step."""
+"""The search of microbatches and rematerialization: what fits, until the bound of the step falls no more."""
 
 import dataclasses
 import json
@@ -23,14 +23,15 @@ def topology(devices=1):
 def compiler(monkeypatch):
     """Replace the compiler by one that refuses large microbatches, and whose programs copy one array.
 
-    Without rematerialization no step fits; with `dots` it fits from 4 microbatches on, with `full` from 2.
+    Without rematerialization no step fits. With `dots` it fits from 4 microbatches on, whose bound is the lowest. With
+    `full` it fits from 2 on, and the bound of 4 is lower; that of 8 equals it.
     """
 
     def fake(config, _):
         steps, remat = config.training.accumulation_steps, config.model.remat
         if steps < {"none": 99, "dots": 4, "full": 2}[remat]:
             return aot.CompileReport(1.0, "RESOURCE_EXHAUSTED")
-        size = {"dots": 1000, "full": 2000}[remat]
+        size = {"dots": {4: 1000, 8: 1500}, "full": {2: 3000, 4: 2000, 8: 2000}}[remat][steps]
         text = f"HloModule step\n\nENTRY main {{\n  p = f32[{size}] parameter(0)\n  ROOT c = f32[{size}] copy(p)\n}}\n"
         text = text.replace("ENTRY main {", "ENTRY main (p: f32[1]) -> f32[1] {")
         return aot.CompileReport(1.0, None, hlo.parse_hlo(text), MEMORY)
@@ -39,12 +40,13 @@ def compiler(monkeypatch):
     monkeypatch.setattr(aot, "compile_program", fake)
 
 
-def test_the_fewest_microbatches_that_fit_are_ranked_by_their_bound(workspace, compiler):
+def test_more_microbatches_are_tried_while_their_bound_falls(workspace, compiler):
     config = tiny.config(workspace, training__batch_size_sequences=8, mesh__data=1)
     tried = search.search(config, topology())
     settings = [(one["remat"], one["accumulation_steps"], one["compiled"]) for one in tried]
-    assert settings[:2] == [("dots", 4, True), ("full", 2, True)]
-    refused = {(remat, steps) for remat, steps, fits in settings[2:] if not fits}
+    ranked = [("dots", 4, True), ("dots", 8, True), ("full", 4, True), ("full", 8, True), ("full", 2, True)]
+    assert settings[:5] == ranked
+    refused = {(remat, steps) for remat, steps, fits in settings[5:] if not fits}
     assert refused == {("none", 1), ("none", 2), ("none", 4), ("none", 8), ("dots", 1), ("dots", 2), ("full", 1)}
     bound = 2 * 1000 * 4 / CHIP.memory_bytes_per_second
     assert tried[0]["roofline"]["memory_seconds"] == pytest.approx(bound)
@@ -63,8 +65,8 @@ def test_microbatches_are_those_that_the_mesh_divides(workspace, compiler):
 @pytest.mark.slow
 def test_a_real_search_of_one_device(workspace):
     tried = search.search(tiny.config(workspace, training__batch_size_sequences=2, mesh__data=1), topology())
-    assert [one["accumulation_steps"] for one in tried] == [1, 1, 1] and all(one["compiled"] for one in tried)
-    assert {one["remat"] for one in tried} == set(search.REMATS)
+    assert all(one["compiled"] for one in tried)
+    assert {one["remat"] for one in tried if one["accumulation_steps"] == 1} == set(search.REMATS)
 
 
 @pytest.mark.parametrize(
