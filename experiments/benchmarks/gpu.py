@@ -14,7 +14,7 @@ JSON contains its error, the other parts continue, and the exit status is 1. Par
   grouped_product  forward and backward pass of the experts' matrix product, by each implementation
   merge            the mean of N models on the mesh, as a share of STREAM add in the same run (bar 80%)
   training         the training loop: cost of a snapshot and of a preview, and their share at the size's interval
-  pma              a model of 124M trained at a constant rate: losses of raw, merged and annealed weights
+  pma              a model of 124M trained at a constant rate, three seeds: losses of raw, merged and annealed weights
 Utilisation is the FLOPs that training needs (`planning.cost.training_flops_per_token`, in which attention counts only
 visible keys) divided by the chip's peak rate as its maker states it. Requires pma_jax to be installed.
 """
@@ -82,8 +82,8 @@ SIZES = {
 }
 PMA = {
     # 124M parameters: seven more blocks in place of large embeddings, because a token is a byte.
-    "1b": Setting("dense_125m", ("vocabulary_size=256", "layers=19", "remat=none"), 64, 1024, 480, 8, 2**17),
-    "tiny": Setting("tiny", (), 8, 64, 48, 2, 4096),
+    "1b": Setting("dense_125m", ("vocabulary_size=256", "layers=19", "remat=none"), 64, 1024, 480, 8, 2**17, 3),
+    "tiny": Setting("tiny", (), 8, 64, 48, 2, 4096, 2),
 }
 PARTS = gpu_parts.PARTS | {"pma": lambda sizes, args: pma(PMA[args.config], args)}
 

@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import shutil
+import statistics
 import sysconfig
 import tempfile
 import time
@@ -27,12 +29,23 @@ class Setting:
     steps: int
     interval_steps: int  # between snapshots
     evaluation_tokens: int  # per snapshot, held out
+    seeds: int  # runs, each with its own initial weights and order of the data
 
 
 def pma(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
-    """Train at a constant rate on the sources of installed packages, preview merges, and anneal a branch.
+    """Train at a constant rate on the sources of installed packages, preview merges, and anneal a branch, per seed.
 
-    The branch begins after seven eighths of the steps; its rate decays linearly to zero.
+    Returns:
+        The text's digest, the losses of each seed, and means over the seeds with their 95% intervals.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        text = write_text(Path(folder, "text.jsonl"))
+        seeds = [train_and_anneal(setting, args, folder, seed) for seed in range(setting.seeds)]
+    return text | average_over_seeds(seeds) | {"seeds": seeds}
+
+
+def train_and_anneal(setting: Setting, args: argparse.Namespace, folder: str, seed: int) -> dict[str, Any]:
+    """Train one run with previews, and a branch of it whose rate decays linearly to zero over the last eighth.
 
     Returns:
         Losses on held-out documents in nats per byte, and the speed of training.
@@ -45,39 +58,57 @@ def pma(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     total, interval, fork_at = (
         n * step_tokens for n in (setting.steps, setting.interval_steps, setting.steps * 7 // 8)
     )
-    with tempfile.TemporaryDirectory() as folder:
-        text = write_text(Path(folder, "text.jsonl"))
-        keys = {
-            "data.source": "files",
-            "data.files": f"{folder}/*.jsonl",
-            "data.held_out_percent": 3,
-            "data.cache_dir": f"{folder}/cache",
-            "training.total_tokens": total,
-            "training.log_interval_tokens": interval,
-            "schedule.peak_rate": 1e-3,
-            "schedule.warmup_tokens": total // 20,
-            "checkpoint.kinds": "point",
-            "checkpoint.interval_tokens": interval,
-            "checkpoint.window": 10,
-            "checkpoint.keep_windows": 1,
-            "checkpoint.archive_interval_tokens": 0,
-            "checkpoint.state_interval_tokens": 10**15,
-            "checkpoint.keep_states_at_tokens": fork_at,
-            "evaluation.tokens": setting.evaluation_tokens,
-            "preview.windows": "4,10",
-            "preview.start_tokens": total // 4,
-            "runtime.compile_cache_dir": f"{folder}/compiled",
-        }
-        changes = [*(f"model.{key}" for key in setting.model), *(f"{key}={value}" for key, value in keys.items())]
-        config = make_config(setting.config, batch, length, args, *changes)
-        started = time.monotonic()
-        run = train(config, f"{folder}/trunk")
-        trained = time.monotonic() - started
-        decay = ("schedule.decay=linear", f"schedule.decay_start_tokens={fork_at}")
-        annealing = make_config(setting.config, batch, length, args, *changes, *decay, "preview.windows=")
-        branch = fork(run, fork_at, annealing, f"{folder}/annealed")
-        annealed = last_losses(train(annealing, str(branch.path)).metrics)
-        return text | {"training_seconds": trained} | summarize(run.metrics, annealed)
+    keys = {
+        "data.source": "files",
+        "data.files": f"{folder}/*.jsonl",
+        "data.held_out_percent": 3,
+        "data.cache_dir": f"{folder}/cache",
+        "training.seed": seed,
+        "training.total_tokens": total,
+        "training.log_interval_tokens": interval,
+        "schedule.peak_rate": 1e-3,
+        "schedule.warmup_tokens": total // 20,
+        "checkpoint.kinds": "point",
+        "checkpoint.interval_tokens": interval,
+        "checkpoint.window": 10,
+        "checkpoint.keep_windows": 1,
+        "checkpoint.archive_interval_tokens": 0,
+        "checkpoint.state_interval_tokens": 10**15,
+        "checkpoint.keep_states_at_tokens": fork_at,
+        "evaluation.tokens": setting.evaluation_tokens,
+        "preview.windows": "4,10",
+        "preview.start_tokens": total // 2,
+        "runtime.compile_cache_dir": f"{folder}/compiled",
+    }
+    changes = [*(f"model.{key}" for key in setting.model), *(f"{key}={value}" for key, value in keys.items())]
+    config = make_config(setting.config, batch, length, args, *changes)
+    trunk, branch = Path(folder, f"trunk{seed}"), Path(folder, f"annealed{seed}")
+    started = time.monotonic()
+    run = train(config, str(trunk))
+    trained = time.monotonic() - started
+    decay = ("schedule.decay=linear", f"schedule.decay_start_tokens={fork_at}")
+    annealing = make_config(setting.config, batch, length, args, *changes, *decay, "preview.windows=")
+    fork(run, fork_at, annealing, str(branch))
+    annealed = last_losses(train(annealing, str(branch)).metrics)
+    figures = {"training_seconds": trained} | summarize(run.metrics, annealed)
+    for path in (trunk, branch):
+        shutil.rmtree(path)
+    return figures
+
+
+def average_over_seeds(seeds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the means over seeds, and the paired differences of each two of raw, merged and annealed."""
+    from pma_jax.studies.statistics import mean_interval, paired_difference
+
+    losses = {name: [seed[name] for seed in seeds] for name in ("raw", "merged", "annealed")}
+    means = {name: statistics.fmean(values) for name, values in losses.items()}
+    means["tokens_per_second"] = statistics.fmean(seed["tokens_per_second"] for seed in seeds)
+    intervals = {name: dataclasses.asdict(mean_interval(values)) for name, values in losses.items()}
+    for first, second in (("merged", "raw"), ("merged", "annealed")):
+        difference = paired_difference(losses[first], losses[second])
+        means[f"{first}_minus_{second}"] = difference.mean
+        intervals[f"{first}_minus_{second}"] = dataclasses.asdict(difference)
+    return means | {"intervals": intervals}
 
 
 def write_text(path: Path) -> dict[str, Any]:
@@ -126,7 +157,6 @@ def summarize(records: list[dict[str, Any]], annealed: dict[str, float]) -> dict
         "raw": losses["raw"],
         "merged": losses[merged],
         "annealed": annealed["raw"],
-        "merged_minus_raw": losses[merged] - losses["raw"],
         "marks_with_a_merge_below_raw": below,
         "marks": len(previewed),
         "recipe": merged,
