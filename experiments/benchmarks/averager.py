@@ -2,7 +2,8 @@
 
 One run starts two child processes (1 device, 8 simulated CPU devices). Each averages K = 10 inputs of one flat leaf,
 sharded over the devices, in bfloat16 and float32, at two sizes: `cache` (64Ki elements per input) and `memory` (16Mi):
-  fused            fused_sum into a donated float32 result
+  fused            fused_sum of the simple mean into a donated float32 result
+  fused, rounded   the same for weights whose products are rounded before they are added, as those of EMA
   fused, fresh     the same into newly allocated memory
   one at a time    add_weighted, K times
   16 recipes       weighted_sums_of_stream over loaded inputs, R = 16; as a multiple of `fused`
@@ -107,7 +108,13 @@ def make_programs(n, dtype, sharding):
     import jax.numpy as jnp
     import numpy as np
 
-    from pma_jax.merging.averager import add_weighted, fused_sum, fused_sum_16bit, weighted_sums_of_stream
+    from pma_jax.merging.averager import (
+        LeafArithmetic,
+        add_weighted,
+        fused_sum,
+        fused_sum_16bit,
+        weighted_sums_of_stream,
+    )
 
     def filled(value, size=n, dtype=jnp.float32):
         return jax.block_until_ready(jnp.full(size, value, dtype, device=sharding))
@@ -115,7 +122,12 @@ def make_programs(n, dtype, sharding):
     inputs_K = [filled(k, dtype=dtype) for k in range(K)]
     ones_K, C = np.ones(K, np.float32), np.random.default_rng(0).random((R, K), np.float32)
     fused = fused_sum if jnp.dtype(dtype).itemsize == 4 else fused_sum_16bit  # as `weighted_sum` chooses
-    divisor, f32 = np.float32(K), (("float32", jnp.dtype(dtype).itemsize == 4),)
+    # As `weighted_sum` does for the simple mean; `is_exact=False` for recipes such as EMA.
+    divisor = np.float32(K)
+    exact, rounded = (
+        (LeafArithmetic("float32", is_compared=jnp.dtype(dtype).itemsize == 4, is_exact=is_exact),)
+        for is_exact in (True, False)
+    )
     m = stream_elements(n, jnp.dtype(dtype).itemsize)
     a, b = filled(1, m), filled(2, m)
     stream_add = jax.jit(lambda c, a, b: a + b, donate_argnums=0, keep_unused=True)
@@ -141,8 +153,9 @@ def make_programs(n, dtype, sharding):
     return {
         "STREAM jit": reusing(lambda c: stream_add(c, a, b), filled(0, m)),
         "STREAM numpy": lambda: list(threads.map(lambda part: np.add(part[0], part[1], out=part[2]), halves)),
-        "fused": reusing(lambda out: fused(out, inputs_K, ones_K, divisor, f32), filled(0)),
-        "fused, fresh": lambda: fused(None, inputs_K, ones_K, divisor, f32),
+        "fused": reusing(lambda out: fused(out, inputs_K, ones_K, divisor, exact), filled(0)),
+        "fused, rounded": reusing(lambda out: fused(out, inputs_K, ones_K, divisor, rounded), filled(0)),
+        "fused, fresh": lambda: fused(None, inputs_K, ones_K, divisor, exact),
         "one at a time": reusing(one_at_a_time, filled(0)),
         "16 recipes": lambda: weighted_sums_of_stream(inputs_K, C),
     }

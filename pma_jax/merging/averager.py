@@ -19,7 +19,7 @@ import concurrent.futures
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +34,32 @@ from pma_jax.merging.compatibility import (
     device_put_like,
     is_float,
 )
-from pma_jax.merging.engine.rounding import factor_coefficients, factor_rows, ulps_of_copies, validate_weights
+from pma_jax.merging.engine.rounding import (
+    are_products_exact,
+    factor_coefficients,
+    factor_rows,
+    ulps_of_copies,
+    validate_weights,
+)
 
 __all__ = ["abstract_totals", "add_weighted", "weighted_sum", "weighted_sums_of_stream"]
 
 TREES_PER_PASS = 16  # maximum number of trees that one compiled pass adds
+
+
+class LeafArithmetic(NamedTuple):
+    """How the values of one leaf are computed: a static argument of the compiled sums.
+
+    Attributes:
+        dtype: Name of the output dtype.
+        is_compared: Whether the mean is compared with that of copies of the newest value (see `engine.rounding`).
+        is_exact: Whether each product of a multiplier and a value is exact in float32, so that it need not be rounded
+            before it is added.
+    """
+
+    dtype: str
+    is_compared: bool
+    is_exact: bool
 
 
 def weighted_sum(params_K: Sequence[Any], weights_K: ArrayLike, *, out: Any | None = None) -> Any:
@@ -156,7 +177,7 @@ def _fused_sum(
     params_K: Sequence[Any],
     multipliers_K: jax.Array,
     divisor: ArrayLike,
-    outputs: tuple[tuple[str, bool], ...],
+    outputs: tuple[LeafArithmetic, ...],
 ) -> Any:
     """Compute (sum_k multipliers_k · params_k) / divisor in one pass, for validated inputs of equal shardings.
 
@@ -170,7 +191,7 @@ def _fused_sum(
     del out
     leaves_K = [jax.tree.leaves(params) for params in params_K]
     leaves = [
-        _divide_leaf(_add_terms(None, x_K, multipliers_K), divisor, output, x_K[-1], multipliers_K)
+        _divide_leaf(_add_terms(None, x_K, multipliers_K, output.is_exact), divisor, output, x_K[-1], multipliers_K)
         for *x_K, output in zip(*leaves_K, outputs, strict=True)
     ]
     return jax.tree.structure(params_K[0]).unflatten(leaves)
@@ -184,13 +205,26 @@ fused_sum = _jit_fused()
 fused_sum_16bit = _jit_fused(compiler_options={"xla_cpu_prefer_vector_width": 512})
 
 
-def _add_terms(total: jax.Array | None, x_K: Sequence[jax.Array], multipliers_K: jax.Array) -> jax.Array:
-    """Add one leaf of K trees to its total, oldest first."""
+def _add_terms(
+    total: jax.Array | None, x_K: Sequence[jax.Array], multipliers_K: jax.Array, is_exact: bool = False
+) -> jax.Array:
+    """Add one leaf of K trees to its total, oldest first.
+
+    Args:
+        total: Sum of the older trees; None starts a sum.
+        x_K: The leaf of each tree.
+        multipliers_K: Factor of each tree.
+        is_exact: See `LeafArithmetic`. An FMA then gives the same bits as a product and a sum.
+
+    Returns:
+        The new sum, in the accumulation dtype.
+    """
     if not is_float(x_K[0].dtype):
         return x_K[0]
     dtype = _total_dtype(jnp.result_type(*x_K)) if total is None else total.dtype
     for k, x in enumerate(x_K):
-        term = _rounded_product(multipliers_K[k].astype(dtype), x.astype(dtype))
+        multiplier, x = multipliers_K[k].astype(dtype), x.astype(dtype)
+        term = multiplier * x if is_exact else _rounded_product(multiplier, x)
         total = term if total is None else total + term
     assert total is not None
     return total
@@ -206,7 +240,7 @@ def _rounded_product(multiplier: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _divide(
-    total: Any, divisor: float, outputs: tuple[tuple[str, bool], ...], newest: Any, multipliers_K: np.ndarray
+    total: Any, divisor: float, outputs: tuple[LeafArithmetic, ...], newest: Any, multipliers_K: np.ndarray
 ) -> Any:
     """Divide each leaf of `total` and cast it to its output dtype; donate the leaves that keep their dtype.
 
@@ -220,25 +254,24 @@ def _divide(
     leaves, treedef = jax.tree.flatten(total)
     for i, (output, x) in enumerate(zip(outputs, jax.tree.leaves(newest), strict=True)):
         if is_float(leaves[i].dtype):
-            divide = _divide_in_place if leaves[i].dtype == output[0] else _divide_and_cast
+            divide = _divide_in_place if leaves[i].dtype == output.dtype else _divide_and_cast
             leaves[i] = divide(leaves[i], divisor, output, x, multipliers_K)
     return treedef.unflatten(leaves)
 
 
 def _divide_leaf(
-    total: jax.Array, divisor: ArrayLike, output: tuple[str, bool], newest: jax.Array, multipliers_K: jax.Array
+    total: jax.Array, divisor: ArrayLike, output: LeafArithmetic, newest: jax.Array, multipliers_K: jax.Array
 ) -> jax.Array:
     """Divide a sum and cast it; where it is the mean of copies of the newest value, return that value."""
     if not is_float(total.dtype):
         return total
-    dtype, is_compared = output
     mean = _rounded_quotient(total, divisor)
-    if not is_compared:
-        return mean.astype(dtype)
+    if not output.is_compared:
+        return mean.astype(output.dtype)
     copies = _rounded_quotient(_add_copies(newest, multipliers_K), divisor)
     bits = jnp.uint64 if mean.dtype == jnp.float64 else jnp.uint32
     is_equal = jax.lax.bitcast_convert_type(mean, bits) == jax.lax.bitcast_convert_type(copies, bits)
-    return jnp.where(is_equal & jnp.isfinite(mean), newest.astype(dtype), mean.astype(dtype))
+    return jnp.where(is_equal & jnp.isfinite(mean), newest.astype(output.dtype), mean.astype(output.dtype))
 
 
 def _add_copies(x: jax.Array, multipliers_K: jax.Array) -> jax.Array:
@@ -286,13 +319,18 @@ def _weight_dtype() -> np.dtype:
     return np.dtype(jax.dtypes.canonicalize_dtype(np.float64))
 
 
-def _outputs(tree: Any, weights_K: np.ndarray, dtypes: Any | None = None) -> tuple[tuple[str, bool], ...]:
-    """Return for each leaf its output dtype, and whether its mean is compared with that of copies (see `rounding`)."""
+def _outputs(tree: Any, weights_K: np.ndarray, dtypes: Any | None = None) -> tuple[LeafArithmetic, ...]:
+    """Return how each leaf is computed; by default, the output dtypes are those of the tree."""
     names = [jax.dtypes.canonicalize_dtype(x.dtype).name for x in jax.tree.leaves(tree)]
     out_names = names if dtypes is None else [np.dtype(dtype).name for dtype in jax.tree.leaves(dtypes)]
     pairs = list(zip(names, out_names, strict=True))
-    is_compared = {pair: ulps_of_copies(weights_K, *pair) > 0 for pair in set(pairs)}
-    return tuple((pair[1], is_compared[pair]) for pair in pairs)
+    arithmetic = {
+        (name, out_name): LeafArithmetic(
+            out_name, ulps_of_copies(weights_K, name, out_name) > 0, are_products_exact(weights_K, name)
+        )
+        for name, out_name in set(pairs)
+    }
+    return tuple(arithmetic[pair] for pair in pairs)
 
 
 def _non_float_leaves(tree: Any) -> Any:

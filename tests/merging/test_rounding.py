@@ -15,7 +15,7 @@ from pma_jax.evaluation import merges
 from pma_jax.merging import averager, recipes
 from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.engine.plan import plan
-from pma_jax.merging.engine.rounding import factor_coefficients, factor_rows
+from pma_jax.merging.engine.rounding import are_products_exact, factor_coefficients, factor_rows
 from pma_jax.merging.preview import Window
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.snapshots import restore_params
@@ -252,3 +252,17 @@ def test_weights_with_integer_ratios_are_summed_as_integers():
     multipliers, divisors, *_ = factor_rows(np.stack([recipes.ema(5, 0.1), recipes.sma(5)]))
     np.testing.assert_array_equal(multipliers, [recipes.ema(5, 0.1), np.ones(5)])
     np.testing.assert_array_equal(divisors, [1, 5])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float32", "float64"])
+def test_products_that_are_called_exact_are_those_of_float64(dtype):
+    values = np.random.default_rng(0).normal(size=10_000).astype(dtype)
+    rows = {"sma": recipes.sma(10), "wma": recipes.wma(10), "ema": recipes.ema(10, 0.1), "lagfree": recipes.lagfree(10)}
+    exact = set()
+    for name, coefficients in rows.items():
+        if are_products_exact(coefficients, dtype):
+            exact.add(name)
+            for multiplier in factor_coefficients(coefficients)[0]:
+                product = np.float32(multiplier) * values.astype(np.float32)
+                np.testing.assert_array_equal(product, multiplier * values.astype(np.float64))
+    assert exact == {"float64": set(), "float32": {"sma"}}.get(dtype, {"sma", "wma", "lagfree"})

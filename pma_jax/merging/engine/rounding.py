@@ -119,6 +119,14 @@ def is_average(coefficients: ArrayLike, dtype: str) -> bool:
     return abs(math.fsum(row) - 1) <= tolerance
 
 
+def are_products_exact(coefficients: ArrayLike, dtype: str) -> bool:
+    """Return whether float32 holds each product of a multiplier and a value of `dtype` exactly, unless it overflows."""
+    multipliers, _ = factor_coefficients(coefficients)
+    is_integer = bool((multipliers == np.round(multipliers)).all())
+    bits = _SIGNIFICANT_BITS.get(dtype, _accumulation_bits(dtype))
+    return is_integer and np.abs(multipliers).max(initial=0) * 2.0**bits <= 2.0**24
+
+
 def ulps_of_copies(coefficients: ArrayLike, dtype: str, out_dtype: str) -> int:
     """Return by how many units in the last place the mean of copies of a value can differ from the value.
 
