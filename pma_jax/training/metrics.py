@@ -1,26 +1,20 @@
 """The log of a run: metrics.jsonl, TensorBoard, an experiment tracker, and the terminal."""
 
 import json
-import os
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import rich.console
 from rich import progress as bars
-from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto import event_pb2
 
 from pma_jax.runs.directory import Run, read_metric_records, record_lines
 from pma_jax.runs.steps import report_write_errors
 from pma_jax.storage import atomic
 from pma_jax.storage.lines import LineFile
 from pma_jax.training import tracking
+from pma_jax.training.event_file import EventFile
 
-_Event: Any = vars(event_pb2)["Event"]  # created by protobuf at import: type checkers do not see it
-_START = 1  # SessionLog.START: TensorBoard discards events of earlier processes at this event's step and later
 # One line of metrics.jsonl, with at least `kind` and `tokens`. `MetricsLog.write` accepts the kinds in `_LINE_FORMATS`
 # and `spike`. A rollback appends records of the kind `recovery` to metrics.jsonl directly, not through `write`.
 Record = dict[str, Any]
@@ -59,11 +53,7 @@ class MetricsLog:
         kept = [r for r in records if r["tokens"] <= tokens]
         atomic.write_text(path, record_lines(kept))
         self._path, self._file, self._text = path, LineFile(path), run.metadata.get("evaluation")
-        folder = run.path / "tensorboard"
-        folder.mkdir(parents=True, exist_ok=True)
-        # tensorboardX's public writers use a thread: on a full disk it dies, and training waits for it forever.
-        self._board = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
-        self._board.write_event(_Event(step=tokens + 1, session_log={"status": _START}))
+        self._board = EventFile(run.path / "tensorboard", tokens)
         self._start_tracker(run, records, tokens)
         self._console = rich.console.Console(stderr=True)
         total = run.config.training.total_tokens
@@ -79,9 +69,7 @@ class MetricsLog:
             return
         with report_write_errors(self._path):
             self._file.write_lines(record_lines([record]))
-            for tag, value in _scalars(record, self._text):
-                scalar = summary.scalar(tag, value)
-                self._board.write_event(_Event(wall_time=time.time(), step=record["tokens"], summary=scalar))
+            self._board.write(_scalars(record, self._text), record["tokens"])
         self._track(record)
         line = _format_record(record)
         self._bar.update(self._bar.task_ids[0], completed=record["tokens"])
