@@ -37,6 +37,7 @@ from pma_jax.storage.json_files import read_json
 from pma_jax.storage.json_schema import Count, Loss, check_schema
 from pma_jax.storage.paths import as_path, exists, is_bucket
 
+MINIMUM_SLICE_BYTES = 2**20  # of an array that replicas write together, per replica
 COMMIT_MARKER = "commit_success.txt"
 METADATA_FILE = "_CHECKPOINT_METADATA"
 
@@ -130,7 +131,8 @@ def remove(path: epath.Path) -> None:
 def uncompressed_context(barrier_prefix: str | None = None) -> ocp.Context:
     """Create an Orbax context that writes arrays uncompressed.
 
-    Weights hardly compress, and reading zstd arrays is about 10 times slower than reading uncompressed ones.
+    Weights hardly compress, and reading zstd arrays is about 10 times slower than reading uncompressed ones. Only large
+    arrays are divided between replicas: slicing a small one takes longer than writing it.
 
     Args:
         barrier_prefix: Prefix of the keys of Orbax's multiprocess barriers. Folders that are written concurrently need
@@ -138,6 +140,7 @@ def uncompressed_context(barrier_prefix: str | None = None) -> ocp.Context:
     """
     context = ocp.Context()
     context.array.saving.use_compression = False
+    context.array.saving.min_slice_bytes_for_replica_parallel = MINIMUM_SLICE_BYTES
     context.multiprocessing.barrier_sync_key_prefix = barrier_prefix
     return context
 
