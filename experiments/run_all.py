@@ -28,6 +28,7 @@ FOLDER = Path(__file__).parent
 # Ordered so that runs that several experiments use are trained first; the settings of all are those of tuning.
 QUESTIONS = (
     "tuning",
+    "annealing",
     "stable_phase",
     "learning_rate",
     "merging_and_annealing",

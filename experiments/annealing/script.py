@@ -1,0 +1,278 @@
+"""Which annealing is the best: which shape, length, rate and batch? (The target of the comparisons with merging)
+
+Command:   python experiments/annealing/script.py --runs runs/science --jobs 2
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pma_jax.data.sampling import SELECT
+from pma_jax.evaluation.sweep import RAW
+from pma_jax.reporting.drawing import to_png
+from pma_jax.reporting.panels import Line, LinePanel, draw_lines
+from pma_jax.studies import pages, tuning
+from pma_jax.studies.experiment import run_experiment
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all
+from pma_jax.studies.statistics import paired_estimate
+from pma_jax.studies.study import Study
+from pma_jax.studies.tuning import TUNING_SEEDS, Axis, Contender, Tuned
+
+RATE, BATCH = "schedule.peak_rate", "training.batch_size_sequences"
+UNITS = 16  # per run: only the last snapshot is read
+HORIZONS = {"a quarter": 4, "half": 2, "all": 1}  # of the size's tokens: name -> divisor
+COARSE = "a quarter, all shapes"
+RATES, BATCHES = (-1, 0, 1, 2), (-1, 0)  # of the first grid, in factors of 2 of the size's configuration
+FINALISTS = 3  # settings of each shape that are measured on all seeds
+FEWEST_UNITS = 32  # of a study that searches; with fewer, as in tests, the first setting of each shape is taken
+SHAPES_KEPT = 2  # that are searched at every horizon
+EXPECTED_SETTINGS = 7  # per shape, horizon and search, for the estimate of the machine time
+DEFAULTS = {"sizes": ("science_small", "science_large"), "seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
+
+
+class Shape(NamedTuple):
+    """A schedule: constant, then a decay to 0 over the last share of the tokens; a share of 1 follows the warm-up."""
+
+    decay: str
+    share: float
+
+
+SHAPES = {
+    "linear over 25%": Shape("linear", 0.25),
+    "linear over 50%": Shape("linear", 0.5),
+    "linear over 100%": Shape("linear", 1.0),
+    "1 - sqrt over 25%": Shape("minus_sqrt", 0.25),
+    "cosine over 100%": Shape("cosine", 1.0),
+}
+
+
+def axes(study: Study, size: str, factor: float) -> tuple[Axis, Axis]:
+    """Return the axes of the search: the rate, by this factor, and the batch, by factors of 2."""
+    config = study.trunk_config(size, study.seeds[0])
+    return (
+        Axis(RATE, config.schedule.peak_rate, factor),
+        Axis(BATCH, config.training.batch_size_sequences, 2, minimum=1),
+    )
+
+
+def overrides(study: Study, size: str, horizon: str, shape: str, setting: Sequence[str]) -> tuple[str, ...]:
+    """Return the horizon, the decay and a setting as overrides."""
+    total = study.trunk_config(size, study.seeds[0]).training.total_tokens // HORIZONS[horizon]
+    changes = (f"training.total_tokens={total}", *setting)
+    # A run has a whole number of steps per unit, so that its horizon can differ from `total`.
+    config = dataclasses.replace(study, units=UNITS).trunk_config(size, study.seeds[0], changes)
+    start = max(round(config.training.total_tokens * (1 - SHAPES[shape].share)), config.schedule.warmup_tokens)
+    return (*changes, f"schedule.decay={SHAPES[shape].decay}", f"schedule.decay_start_tokens={start}")
+
+
+def runs_of(
+    study: Study, size: str, horizon: str, settings: dict[str, list[list[str]]], seeds: Sequence[int]
+) -> list[PlannedRun]:
+    """List the runs of settings of shapes: shape after shape, and all seeds of one setting after the other."""
+    evaluation = PlannedEvaluation((RAW,), (UNITS,), SELECT)
+    planned = []
+    for shape, of_one in settings.items():
+        for setting in of_one:
+            changes = (*overrides(study, size, horizon, shape, setting), "checkpoint.kinds=point")
+            planned += [PlannedRun(size, seed, changes, None, (evaluation,), UNITS) for seed in seeds]
+    return planned
+
+
+def plan(study: Study) -> Plan:
+    """List the runs of the first grid; the search goes on from its best settings."""
+    work: list[PlannedRun | OtherWork] = []
+    for size in study.sizes:
+        grid = [tuning.overrides(axes(study, size, 2), at) for at in itertools.product(RATES, BATCHES)]
+        work += runs_of(study, size, "a quarter", dict.fromkeys(SHAPES, grid), study.seeds[:1])
+        total = study.trunk_config(size, study.seeds[0]).training.total_tokens
+        for horizon, divisor in HORIZONS.items():
+            runs = SHAPES_KEPT * (EXPECTED_SETTINGS + FINALISTS * (len(study.seeds) - 1))
+            trained, read = runs * total // divisor, runs * study.evaluation_tokens
+            work.append(OtherWork(f"{size}, search over {horizon}", size, study.seeds[0], trained, read))
+    return work
+
+
+def measure(study: Study) -> dict[str, Any]:
+    """Search the annealing of every size."""
+    return {"sizes": {size: measure_size(study, size) for size in study.sizes}}
+
+
+def measure_size(study: Study, size: str) -> dict[str, Any]:
+    """Search all shapes at a quarter of the tokens, on one seed, then the best shapes at every horizon."""
+    coarse_axes, fine_axes = axes(study, size, 2), axes(study, size, 2**0.5)
+    grid = tuple(itertools.product(RATES, BATCHES))
+    contenders = [Contender(shape, coarse_axes, grid) for shape in SHAPES]
+    coarse = tune(study, contenders, functools.partial(losses, study, size, "a quarter", study.seeds[:1]))
+    kept = sorted(coarse, key=lambda shape: coarse[shape].mean(coarse[shape].best))[:SHAPES_KEPT]
+    starts = {shape: (2 * coarse[shape].best[0], coarse[shape].best[1]) for shape in kept}
+    tried, best = {COARSE: coarse}, {}
+    for horizon in HORIZONS:
+        contenders = [Contender(shape, fine_axes, (starts[shape],)) for shape in kept]
+        tried[horizon], best[horizon] = search(study, size, horizon, contenders)
+    return study.describe_size(size) | {
+        "tried": {stage: {shape: describe(one) for shape, one in of.items()} for stage, of in tried.items()},
+        "best": best,
+    }
+
+
+def tune(study: Study, contenders: Sequence[Contender], measure: tuning.Measure) -> dict[str, Tuned]:
+    """Search the best setting of each shape; take the first one if the study does not search."""
+    if study.units >= FEWEST_UNITS:
+        return tuning.tune(contenders, measure)
+    first = measure({one.name: [one.overrides(one.grid[0])] for one in contenders})
+    return {one.name: Tuned(one, {one.grid[0]: first[one.name][0]}) for one in contenders}
+
+
+def search(
+    study: Study, size: str, horizon: str, contenders: Sequence[Contender]
+) -> tuple[dict[str, Tuned], dict[str, Any]]:
+    """Search shapes on one seed, and measure the best settings of each on all; return them, and the best one."""
+    measure_on = functools.partial(losses, study, size, horizon)
+    tuned = tune(study, contenders, functools.partial(measure_on, study.seeds[:1]))
+    finalists = tuning.measure_best(tuned, functools.partial(measure_on, study.seeds[1:]), FINALISTS)
+    for shape, one in finalists.items():
+        tuned[shape].losses.update(one.losses)
+    shape = min(finalists, key=lambda name: finalists[name].mean(finalists[name].best))
+    one = finalists[shape]
+    setting = overrides(study, size, horizon, shape, one.contender.overrides(one.best))
+    return tuned, {"shape": shape, "setting": list(setting), "losses": one.losses[one.best]}
+
+
+def losses(
+    study: Study, size: str, horizon: str, seeds: Sequence[int], settings: dict[str, list[list[str]]]
+) -> dict[str, list[list[float]]]:
+    """Train and evaluate settings of shapes; return the losses of each, one per seed; infinite where a run diverged."""
+    runs = runs_of(study, size, horizon, settings, seeds)
+    complete_all(study, runs, study.workers)
+    each = iter([math.inf if run.has_diverged(study) else loss(study, run) for run in runs])
+    return {shape: [[next(each) for _ in seeds] for _ in of_one] for shape, of_one in settings.items()}
+
+
+def loss(study: Study, run: PlannedRun) -> float:
+    """Return the loss at the end of a run, in nats per token."""
+    return run.study(study).loss(run.get(study), RAW, UNITS, SELECT)
+
+
+def describe(tuned: Tuned) -> list[dict[str, Any]]:
+    """Return the settings of a shape in the layout of results.json, the best first; a diverged one has no losses."""
+    described = []
+    for position in sorted(tuned.losses, key=lambda at: (-len(tuned.losses[at]), tuned.mean(at))):
+        rate, batch = (axis.value(i) for axis, i in zip(tuned.contender.axes, position, strict=True))
+        values = tuned.losses[position]
+        is_at_edge = len(values) > 1 and bool(tuned.open_neighbours(position))
+        described.append(
+            {
+                "rate": rate,
+                "batch": batch,
+                "losses": values if math.isfinite(sum(values)) else None,
+                "is_at_edge": is_at_edge,
+            }
+        )
+    return described
+
+
+def report(results: dict[str, Any]) -> str:
+    """Format, for each size, the best annealing of each horizon, and every setting that was tried."""
+    parts, margin = [], results["made"]["margin"]
+    for name, size in results["sizes"].items():
+        parts += [f"### {name}", describe_best(size, margin), format_coarse(size)]
+        for horizon, divisor in HORIZONS.items():
+            for shape, settings in size["tried"][horizon].items():
+                tokens = size["tokens"] / divisor / 1e6
+                parts += [
+                    f"{shape}, {tokens:.2f}M tokens ({horizon}): {len(settings)} settings",
+                    format_settings(settings),
+                ]
+    return "\n\n".join(parts)
+
+
+def describe_best(size: dict[str, Any], margin: float) -> str:
+    """Say which annealing is the best at each horizon, and what the best of the other shape costs."""
+    lines = []
+    for horizon in HORIZONS:
+        best = size["best"][horizon]
+        of_shape = {shape: settings[0] for shape, settings in size["tried"][horizon].items()}
+        chosen = of_shape.pop(best["shape"])
+        line = f"- {horizon}: {name_setting(best['shape'], chosen)}, {pages.format_mean(best['losses'])}."
+        for shape, other in of_shape.items():
+            verdict = pages.describe_difference(paired_estimate(other["losses"], best["losses"]), margin)
+            line += f" {name_setting(shape, other)}: {verdict}."
+        if chosen["is_at_edge"]:
+            line += " A neighbour of the best setting was not tried."
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def name_setting(shape: str, setting: dict[str, Any]) -> str:
+    """Format a shape, a rate and a batch."""
+    return f"{shape}, rate `{setting['rate']:g}`, batch `{setting['batch']:g}`"
+
+
+def format_coarse(size: dict[str, Any]) -> str:
+    """Format the best setting of each shape in the first search."""
+    rows = [
+        [shape, f"`{one[0]['rate']:g}`", f"`{one[0]['batch']:g}`", str(len(one)), f"{one[0]['losses'][0]:.4f}"]
+        for shape, one in sorted(size["tried"][COARSE].items(), key=lambda item: item[1][0]["losses"])
+    ]
+    tokens = size["tokens"] / HORIZONS["a quarter"] / 1e6
+    title = f"All shapes over {tokens:.2f}M tokens, one seed: the best setting of each"
+    return title + "\n\n" + pages.format_table(["shape", "rate", "batch", "settings", "loss"], rows)
+
+
+def format_settings(settings: list[dict[str, Any]]) -> str:
+    """Format the settings of a shape: those measured on all seeds with the difference from the best."""
+    rows, best = [], settings[0]["losses"]
+    for one in settings:
+        values = [f"`{one['rate']:g}`", f"`{one['batch']:g}`"]
+        if one["losses"] is None:
+            rows.append([*values, "diverged", ""])
+        elif len(one["losses"]) < len(best):
+            rows.append([*values, f"{one['losses'][0]:.4f} (one seed; best {best[0]:.4f})", ""])
+        else:
+            cost = "" if one is settings[0] else pages.format_difference(one["losses"], best)
+            rows.append([*values, pages.format_mean(one["losses"]), cost])
+    return pages.format_table(["rate", "batch", "loss", "less the best of the shape"], rows)
+
+
+def summarize(results: dict[str, Any]) -> IndexRow:
+    """Summarize the best annealing of each size at its horizon."""
+    found, effects = [], []
+    for name, size in results["sizes"].items():
+        best, tried = size["best"]["all"], size["tried"]["all"]
+        found.append(f"{name}: {name_setting(best['shape'], tried[best['shape']][0])}".replace("`", ""))
+        for shape, settings in tried.items():
+            if shape != best["shape"]:
+                cost = pages.format_difference(settings[0]["losses"], best["losses"])
+                effects.append(f"{name}: {shape} less {best['shape']} {cost} nats")
+    return IndexRow(
+        0,
+        "Annealing: which shape, length, rate and batch?",
+        "none: the target of the comparisons with merging",
+        f"lowest loss at all tokens: {'; '.join(found)}",
+        f"the best of the other shape, at all tokens: {'; '.join(effects)}",
+    )
+
+
+def draw(results: dict[str, Any]) -> dict[str, bytes]:
+    """Draw the loss of each shape against the rate on the first seed, a line per batch."""
+    panels = []
+    for name, size in results["sizes"].items():
+        for stage, shapes in size["tried"].items():
+            lines = []
+            for shape, settings in shapes.items():
+                finite = sorted((one for one in settings if one["losses"]), key=lambda one: one["rate"])
+                for batch in sorted({one["batch"] for one in finite}):
+                    row = [one for one in finite if one["batch"] == batch]
+                    rates, on_first = [one["rate"] for one in row], [one["losses"][0] for one in row]
+                    lines.append(Line(f"{shape}, batch {batch:g}", rates, on_first))
+            title = f"{name}, {stage}: nats per token on the first seed"
+            panels.append(LinePanel(title, "peak learning rate", lines, log_x=True))
+    return {"figure.png": to_png(draw_lines(panels, columns=2))}
+
+
+if __name__ == "__main__":
+    run_experiment(__file__, measure, report, summarize, draw, plan, DEFAULTS, SELECT, by_size=True)
