@@ -21,7 +21,8 @@ Where the inputs differ and both sums agree nevertheless, theta_n is as close to
 `merging.averager` implements this with XLA on arrays, and `engine.sums` with NumPy on blocks of files. Their results
 differ only where a value is subnormal (below 1.2e-38 in magnitude), because XLA flushes subnormal numbers to zero on
 CPU and TPU; and where the sum of finite values overflows: the storage engine then adds in a wider dtype, while on
-arrays the result is infinite.
+arrays the result is infinite. `merging.averager` leaves out the rounding of products that are exact
+(`are_products_exact`), so that there a product that overflows may still give a finite sum.
 """
 
 import math
