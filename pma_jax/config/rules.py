@@ -45,6 +45,15 @@ def validate(config: Config) -> None:
             f"schedule.decay_start_tokens ({schedule.decay_start_tokens}) must lie between the end of the warm-up "
             f"({schedule.warmup_tokens}) and training.total_tokens ({total_tokens})"
         )
+    if schedule.decay == "inverse_sqrt" and not schedule.decay_start_tokens:
+        raise UserError(
+            "schedule.decay=inverse_sqrt needs schedule.decay_start_tokens above 0: the rate is constant before"
+        )
+    if schedule.decay == "inverse_sqrt" and schedule.final_rate:
+        raise UserError(
+            f"schedule.final_rate ({schedule.final_rate:g}) has no effect with schedule.decay=inverse_sqrt, which does "
+            "not end: set it to 0"
+        )
 
 
 def _validate_each_key(config: Config) -> None:

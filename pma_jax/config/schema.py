@@ -116,9 +116,17 @@ class ScheduleConfig:
 
     peak_rate: PositiveFloat = 3e-3  # learning rate between warm-up and decay
     warmup_tokens: TokenCount = 200_000  # length of the linear warm-up from 0 to the peak rate
-    decay: Literal["none", "cosine", "linear", "minus_sqrt"] = "none"  # shape of the decay; none: constant to the end
-    decay_start_tokens: TokenCount = 0  # tokens trained at which the decay starts; it ends at `training.total_tokens`
-    final_rate: NonNegativeFloat = 0.0  # learning rate at the end of the decay
+    # Shape of the decay. none: constant to the end; inverse_sqrt: needs no horizon, see `decay_start_tokens`.
+    decay: Literal["none", "cosine", "linear", "minus_sqrt", "inverse_sqrt"] = "none"
+    # Tokens trained at which the decay starts. It ends at `training.total_tokens`, but for inverse_sqrt, which does not
+    # end: the rate is then the peak rate times the square root of `decay_start_tokens` / tokens.
+    decay_start_tokens: TokenCount = 0
+    final_rate: NonNegativeFloat = 0.0  # learning rate at the end of the decay; inverse_sqrt has none
+
+    @property
+    def is_annealed(self) -> bool:
+        """Whether the rate decays to `final_rate` at the horizon."""
+        return self.decay not in ("none", "inverse_sqrt")
 
 
 @dataclasses.dataclass(frozen=True)

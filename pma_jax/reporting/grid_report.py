@@ -193,7 +193,7 @@ def _loss(row: Row, kind: str) -> float:
 def _annealed(fork: Run, run: Run, text: str | None) -> Mapping[str, Any] | None:
     """Return the last evaluation of an annealed fork of a run that has ended, on the same text; None if it is none."""
     origin = fork.metadata.get("forked_from")
-    if origin is None or absolute_path(origin["path"]) != run.path or fork.config.schedule.decay == "none":
+    if origin is None or absolute_path(origin["path"]) != run.path or not fork.config.schedule.is_annealed:
         return None
     marks = [r for r in fork.metrics if r["kind"] == "evaluation" and r.get("text") == text]
     has_ended = bool(marks) and marks[-1]["tokens"] >= fork.config.training.total_tokens

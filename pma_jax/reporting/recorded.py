@@ -42,15 +42,15 @@ def spike_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _check_comparable(run: Run, forks: Sequence[Run]) -> None:
-    """Check that `forks` are forks, of a run at a constant rate, on the same corpus.
+    """Check that `forks` are forks, of a run that is not annealed, on the same corpus.
 
     Raises:
         UserError: They are not.
     """
-    if forks and run.config.schedule.decay != "none":
+    if forks and run.config.schedule.is_annealed:
         raise UserError(
-            f"the learning rate of {run.path} decays ({run.config.schedule.decay}): give the constant-rate run first, "
-            "then the runs forked from it"
+            f"the learning rate of {run.path} decays to its end ({run.config.schedule.decay}): give the constant-rate "
+            "run first, then the runs forked from it"
         )
     for fork in forks:
         if fork.metadata.get("forked_from") is None:
@@ -190,8 +190,8 @@ def _describe_annealed_forks(
         schedule, origin = fork.config.schedule, fork.metadata["forked_from"]
         points = _curve(fork, "evaluation", with_other_text)
         curve = drop_nonfinite([point for point in points if point[0] > origin["tokens"]])
-        if schedule.decay == "none":
-            notes.append(f"{fork.path.name} is left out: its learning rate does not decay")
+        if not schedule.is_annealed:
+            notes.append(f"{fork.path.name} is left out: its learning rate does not decay to its end")
         elif not curve or curve[-1][0] != tokens:
             last = f"{int(curve[-1][0]):,}" if curve else "no"
             notes.append(f"{fork.path.name} is left out: it was evaluated to {last} tokens, the run to {tokens:,}")

@@ -1,5 +1,6 @@
 """The learning rate as a function of tokens: warm-up, stable, decay (WSD), and a second warm-up after a rollback."""
 
+import math
 from collections.abc import Sequence
 
 from pma_jax.config import DECAY_SHAPES, Config, ScheduleConfig
@@ -9,13 +10,16 @@ def learning_rate(schedule: ScheduleConfig, total_tokens: int, tokens: int) -> f
     """Return the learning rate of the step that ends at `tokens`.
 
     The rate increases linearly from 0 to `peak_rate` over `warmup_tokens`, stays constant until `decay_start_tokens`,
-    then decays to `final_rate` at `total_tokens` with the shape `schedule.decay` ("none": no decay). It is evaluated on
-    the host in float64.
+    then decays to `final_rate` at `total_tokens` with the shape `schedule.decay` ("none": no decay). With
+    "inverse_sqrt", it is peak_rate · sqrt(decay_start_tokens / tokens) from there on, whatever `total_tokens` is. It is
+    evaluated on the host in float64.
     """
     if tokens < schedule.warmup_tokens:
         return schedule.peak_rate * tokens / schedule.warmup_tokens
     if schedule.decay == "none" or tokens <= schedule.decay_start_tokens:
         return schedule.peak_rate
+    if schedule.decay == "inverse_sqrt":
+        return schedule.peak_rate * math.sqrt(schedule.decay_start_tokens / tokens)
     t = min((tokens - schedule.decay_start_tokens) / (total_tokens - schedule.decay_start_tokens), 1.0)
     return schedule.final_rate + (schedule.peak_rate - schedule.final_rate) * DECAY_SHAPES[schedule.decay](t)
 

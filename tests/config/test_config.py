@@ -99,6 +99,8 @@ def test_invalid_override_is_refused_with_what_is_valid(assignment, message):
         ({"model": {"qk_norm": 1}}, "true or false"),
         ({"data": {"source": "web"}}, "packaged, files, tokens, hub"),
         ({"schedule": {"decay": "step"}}, "minus_sqrt"),
+        ({"schedule": {"decay": "inverse_sqrt", "warmup_tokens": 0}}, "decay_start_tokens"),
+        ({"schedule": {"decay": "inverse_sqrt", "decay_start_tokens": 300_000, "final_rate": 1e-5}}, "final_rate"),
         ({"model": {"compute_dtype": "float16"}}, "bfloat16"),
         ({"model": {"heads": 4, "kv_heads": 3}}, "divide"),
         ({"model": {"head_dim": 7}}, "even"),

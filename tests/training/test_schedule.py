@@ -59,6 +59,14 @@ def test_constant_ignores_decay_keys():
     assert (rates("none", range(WARMUP, 2 * TOTAL, 100), decay_start_tokens=0) == PEAK).all()
 
 
+@pytest.mark.parametrize("total", [TOTAL, 100 * TOTAL])
+def test_inverse_square_root_needs_no_horizon(total):
+    made = ScheduleConfig(PEAK, WARMUP, "inverse_sqrt", START)
+    tokens = np.array([WARMUP, START, START + 1, 2 * START, 4 * START, 100 * START])
+    expected = PEAK * np.minimum(np.sqrt(START / tokens), 1)
+    np.testing.assert_allclose([learning_rate(made, total, int(t)) for t in tokens], expected, rtol=1e-15)
+
+
 def test_zero_warm_up_starts_at_the_peak():
     assert rates("none", [0, 1], warmup_tokens=0).tolist() == [PEAK, PEAK]
 
