@@ -5,8 +5,8 @@ Floor:     copying the bytes of one model from the devices and writing them; eve
 
 Runs of the demo's model and batch in alternating processes: without snapshots, with points, and with both kinds that
 the demo saves (which also computes the block mean). No run makes previews, and evaluations take 256 tokens, so that the
-runs differ only in saving. The time from `WARM_TOKENS` to the horizon counts: the programs of a step, of an evaluation and
-of a save are compiled at the first of them.
+runs differ only in saving. The time from `WARM_TOKENS` to the horizon counts: the programs of a step, of an evaluation
+and of a save are compiled at the first of them.
 """
 
 import argparse
