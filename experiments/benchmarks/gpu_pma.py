@@ -97,7 +97,7 @@ def train_and_anneal(setting: Setting, args: argparse.Namespace, folder: str, se
 
 
 def average_over_seeds(seeds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means over seeds, and the paired differences of each two of raw, merged and annealed."""
+    """Return the means over seeds, the differences of merged from raw and annealed, and the counts of marks."""
     from pma_jax.studies.statistics import mean_interval, paired_difference
 
     losses = {name: [seed[name] for seed in seeds] for name in ("raw", "merged", "annealed")}
@@ -108,7 +108,8 @@ def average_over_seeds(seeds: list[dict[str, Any]]) -> dict[str, Any]:
         difference = paired_difference(losses[first], losses[second])
         means[f"{first}_minus_{second}"] = difference.mean
         intervals[f"{first}_minus_{second}"] = dataclasses.asdict(difference)
-    return means | {"intervals": intervals}
+    counts = {name: sum(seed[name] for seed in seeds) for name in ("marks_with_a_merge_below_raw", "marks")}
+    return means | counts | {"intervals": intervals}
 
 
 def write_text(path: Path) -> dict[str, Any]:
