@@ -49,7 +49,7 @@ def _check_comparable(run: Run, forks: Sequence[Run]) -> None:
     """
     if forks and run.config.schedule.is_annealed:
         raise UserError(
-            f"the learning rate of {run.path} decays to its end ({run.config.schedule.decay}): give the constant-rate "
+            f"the learning rate of {run.path} is annealed ({run.config.schedule.decay}): give the constant-rate "
             "run first, then the runs forked from it"
         )
     for fork in forks:
@@ -191,7 +191,7 @@ def _describe_annealed_forks(
         points = _curve(fork, "evaluation", with_other_text)
         curve = drop_nonfinite([point for point in points if point[0] > origin["tokens"]])
         if not schedule.is_annealed:
-            notes.append(f"{fork.path.name} is left out: its learning rate does not decay to its end")
+            notes.append(f"{fork.path.name} is left out: its learning rate is not annealed")
         elif not curve or curve[-1][0] != tokens:
             last = f"{int(curve[-1][0]):,}" if curve else "no"
             notes.append(f"{fork.path.name} is left out: it was evaluated to {last} tokens, the run to {tokens:,}")
