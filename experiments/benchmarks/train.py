@@ -7,14 +7,18 @@ float32, on the same tokens, with two threads each:
   transformers               LlamaForCausalLM, or Qwen3MoeForCausalLM with its grouped product of experts
   transformers, loop         Qwen3MoeForCausalLM with its loop over experts
   …, compiled                the same under torch.compile
+With --forward, the loss of each token is computed without gradients instead, as in an evaluation (pma_jax:
+`evaluation_step`; PyTorch: `eval()` and `torch.inference_mode()`).
 All PyTorch contenders use AdamW(fused=True) and clip_grad_norm_. Each contender is a process of its own; they alternate
 after a few steps, so that other load on the machine affects all of them. Steps follow each other as in the training
 loop: metrics are fetched one step late, and a turn ends when everything is computed. At the start, the contenders
 compute the loss of the same weights on the same tokens, and these losses must agree to 1e-4.
-The script prints the median step in milliseconds, tokens per second, the ratio to the fastest peer, CPU milliseconds
-per step (all threads), and the floor: the FLOPs that training needs (`planning.cost.training_flops_per_token`) at the
-rate of this machine's matrix products (by JAX, at the MLP's sizes).
-Bar: pma_jax >= 1.0x the fastest peer. Requires `pip install -e '.[torch]'`, and a C++ compiler for torch.compile.
+The script prints the median step of all turns in milliseconds, the quartiles, tokens per second, the ratio to the
+fastest peer, CPU milliseconds per step (all threads), and the floor: the FLOPs that training needs
+(`planning.cost.training_flops_per_token`; a third of them with --forward) at the rate of this machine's matrix products
+(by JAX, at the MLP's sizes).
+Bar: pma_jax 1.2x as fast as the fastest peer, 1.0x for mixtures. Requires `pip install -e '.[torch]'`, and a C++
+compiler for torch.compile.
 """
 
 import argparse
@@ -66,6 +70,7 @@ def main():
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated, of " + ", ".join(SHAPES))
     parser.add_argument("--rounds", type=int, default=7, help="turns per contender")
     parser.add_argument("--steps", type=int, default=6, help="steps per turn")
+    parser.add_argument("--forward", action="store_true", help="compute losses without gradients")
     parser.add_argument("--threads", type=int, default=2, help="cores per contender")
     parser.add_argument(
         "--axis", default="data", choices=("data", "fsdp", "expert"), help="mesh axis of pma_jax's cores"
@@ -80,7 +85,7 @@ def main():
         run_contender(contender, shape, args)
         return
     if not args.json:
-        print(f"{'shape':<8} {'contender':<16} {'ms/step':>8} {'tokens/s':>9} {'ratio':>6} {'CPU ms':>7}")
+        print(f"{'shape':<8} {'contender':<22} {'ms/step':>8} {'quartiles':>15}{'tokens/s':>10} {'ratio':>6} CPU ms")
     for shape in args.shapes.split(","):
         for row in measure(shape, args):
             print(json.dumps(row) if args.json else format_row(row), flush=True)
@@ -88,8 +93,9 @@ def main():
 
 def format_row(row):
     """Format one line of the table."""
+    quartiles = "" if row["quartiles"] is None else "{:.1f} to {:.1f}".format(*row["quartiles"])
     return (
-        f"{row['shape']:<8} {row['contender']:<16} {row['ms']:8.1f} {row['tokens_per_second']:9.0f} "
+        f"{row['shape']:<8} {row['contender']:<22} {row['ms']:8.1f} {quartiles:>15} {row['tokens_per_second']:9.0f} "
         f"{row['ratio']:5.2f}x {row['cpu_ms']:7.1f}"
     )
 
@@ -112,11 +118,17 @@ def measure(shape, args):
         worker.communicate()
     seconds = {name: statistics.median(wall for wall, _ in turns) for name, turns in timings.items()}
     fastest_peer = min(step for name, step in seconds.items() if name != "pma_jax")
-    seconds["floor"] = training_flops_per_token(model, LENGTH) * tokens / reports["pma_jax"]["flops_per_second"]
+    flops_per_token = training_flops_per_token(model, LENGTH) / (3 if args.forward else 1)
+    seconds["floor"] = flops_per_token * tokens / reports["pma_jax"]["flops_per_second"]
     for name, step in seconds.items():
         cpu = statistics.median(cpu for _, cpu in timings[name]) if name in timings else float("nan")
+        quartiles = (
+            [1e3 * x for x in np.quantile([wall for wall, _ in timings[name]], (0.25, 0.75))]
+            if name in timings
+            else None
+        )
         row = {"shape": shape, "contender": name, "ms": step * 1e3, "tokens_per_second": tokens / step}
-        yield row | {"ratio": fastest_peer / step, "cpu_ms": cpu * 1e3}
+        yield row | {"quartiles": quartiles, "ratio": fastest_peer / step, "cpu_ms": cpu * 1e3}
 
 
 def start_worker(name, shape, args):
@@ -128,8 +140,7 @@ def start_worker(name, shape, args):
     }
     command = [sys.executable, __file__, "--work", name, shape, "--threads", str(args.threads), "--axis", args.axis]
     command += ["--set", *args.set]
-    if args.system_malloc:
-        command.append("--system-malloc")
+    command += ["--forward"] * args.forward + ["--system-malloc"] * args.system_malloc
     return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -155,7 +166,7 @@ def run_contender(name, shape, args):
     model = dataclasses.replace(model, **typed)
     tokens_BxM = np.random.default_rng(0).integers(0, model.vocabulary_size, (batch, LENGTH + 1)).astype(np.int32)
     build = functools.partial(jax_step, axis=args.axis) if name == "pma_jax" else torch_step
-    step, finish, report = build(name, model, shared_weights(model), tokens_BxM)
+    step, finish, report = build(name, model, shared_weights(model), tokens_BxM, args.forward)
     for _ in range(3):
         step()
     finish()
@@ -199,12 +210,15 @@ def shared_weights(model):
     return ends | {"blocks": blocks}
 
 
-def jax_step(_name, model, weights, tokens_BxM, axis="data"):
-    """Return pma_jax's step as the training loop calls it, a function that waits for it, and the report."""
+def jax_step(_name, model, weights, tokens_BxM, is_forward, axis="data"):
+    """Return pma_jax's step as the training loop calls it, a function that waits for it, and the report.
+
+    With `is_forward`, the step is that of an evaluation.
+    """
     import jax
 
     from pma_jax.model.decoder import graph_definition
-    from pma_jax.model.loss import evaluate
+    from pma_jax.model.loss import MAX_BATCHES_IN_FLIGHT, evaluate, evaluation_step
     from pma_jax.runtime.mesh import make_mesh
     from pma_jax.training.state import init_state_from_seed
     from pma_jax.training.step import make_train_step
@@ -228,6 +242,15 @@ def jax_step(_name, model, weights, tokens_BxM, axis="data"):
             axis,
         ),
     }
+    if is_forward:
+        losses: list = []
+
+        def score():
+            losses.append(evaluation_step(graph, params, tokens_BxM))
+            jax.block_until_ready(losses[:-MAX_BATCHES_IN_FLIGHT])  # as `evaluate` waits
+            losses[:-MAX_BATCHES_IN_FLIGHT] = []
+
+        return score, lambda: jax.block_until_ready(losses), report
     train_step = make_train_step(config, graph)
     state_and_metrics: list = [dataclasses.replace(state, params=params), None]
 
@@ -255,8 +278,11 @@ def matrix_product_rate(rows, inner, columns, axis):
     return 2 * rows * inner * columns / min(seconds)
 
 
-def torch_step(name, model, weights, tokens_BxM):
-    """Return the step of a PyTorch contender, a function that waits for it, and the report."""
+def torch_step(name, model, weights, tokens_BxM, is_forward):
+    """Return the step of a PyTorch contender, a function that waits for it, and the report.
+
+    With `is_forward`, the step computes the loss of each token without gradients.
+    """
     import torch
     from torch.nn.functional import cross_entropy
     from torch_models import own_decoder, transformers_decoder
@@ -267,7 +293,7 @@ def torch_step(name, model, weights, tokens_BxM):
         decoder = transformers_decoder(model, weights, LENGTH, "eager" if loop else "grouped_mm")
     else:
         decoder = own_decoder(model, weights, LENGTH)
-    decoder.train()
+    decoder.train(not is_forward)
     matrices = [p for p in decoder.parameters() if p.ndim > 1]
     scales = [p for p in decoder.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": scales, "weight_decay": 0.0}]
@@ -276,11 +302,13 @@ def torch_step(name, model, weights, tokens_BxM):
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].reshape(-1)
 
     def loss_of(inputs, targets):
-        return cross_entropy(decoder(inputs).flatten(0, 1), targets)
+        return cross_entropy(decoder(inputs).flatten(0, 1), targets, reduction="none" if is_forward else "mean")
 
-    report = {"loss": loss_of(inputs, targets).item()}
+    report = {"loss": loss_of(inputs, targets).mean().item()}
     if name.endswith("compiled"):
         loss_of = torch.compile(loss_of)
+    if is_forward:
+        return torch.inference_mode()(lambda: loss_of(inputs, targets)), lambda: None, report
 
     def step():
         optimizer.zero_grad(set_to_none=True)
