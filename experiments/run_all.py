@@ -29,6 +29,7 @@ FOLDER = Path(__file__).parent
 QUESTIONS = (
     "tuning",
     "annealing",
+    "anytime",
     "stable_phase",
     "learning_rate",
     "merging_and_annealing",

@@ -80,8 +80,12 @@ def free_port() -> int:
 
 
 def xla_flags(devices: int) -> str:
-    """Return the session's XLA_FLAGS (see conftest.py) with another number of simulated devices."""
-    return re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"])
+    """Return the session's XLA_FLAGS (see conftest.py) with another number of simulated devices.
+
+    Benchmarks call it outside a session, where the flags may be unset.
+    """
+    flags = os.environ.get("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
+    return re.sub(r"(device_count)=\d+", rf"\1={devices}", flags)
 
 
 def start(

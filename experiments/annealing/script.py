@@ -28,7 +28,6 @@ HORIZONS = {"a quarter": 4, "half": 2, "all": 1}  # of the size's tokens: name -
 COARSE = "a quarter, all shapes"
 RATES, BATCHES = (-1, 0, 1, 2), (-1, 0)  # of the first grid, in factors of 2 of the size's configuration
 FINALISTS = 3  # settings of each shape that are measured on all seeds
-FEWEST_UNITS = 32  # of a study that searches; with fewer, as in tests, the first setting of each shape is taken
 SHAPES_KEPT = 2  # that are searched at every horizon
 EXPECTED_SETTINGS = 7  # per shape, horizon and search, for the estimate of the machine time
 DEFAULTS = {"sizes": ("science_small", "science_large"), "seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
@@ -106,7 +105,8 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
     coarse_axes, fine_axes = axes(study, size, 2), axes(study, size, 2**0.5)
     grid = tuple(itertools.product(RATES, BATCHES))
     contenders = [Contender(shape, coarse_axes, grid) for shape in SHAPES]
-    coarse = tune(study, contenders, functools.partial(losses, study, size, "a quarter", study.seeds[:1]))
+    measure_on = functools.partial(losses, study, size, "a quarter")
+    coarse, _ = tuning.search(contenders, measure_on, study.seeds[:1], 1, study.is_searched)
     kept = sorted(coarse, key=lambda shape: coarse[shape].mean(coarse[shape].best))[:SHAPES_KEPT]
     starts = {shape: (2 * coarse[shape].best[0], coarse[shape].best[1]) for shape in kept}
     tried, best = {COARSE: coarse}, {}
@@ -119,27 +119,16 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
     }
 
 
-def tune(study: Study, contenders: Sequence[Contender], measure: tuning.Measure) -> dict[str, Tuned]:
-    """Search the best setting of each shape; take the first one if the study does not search."""
-    if study.units >= FEWEST_UNITS:
-        return tuning.tune(contenders, measure)
-    first = measure({one.name: [one.overrides(one.grid[0])] for one in contenders})
-    return {one.name: Tuned(one, {one.grid[0]: first[one.name][0]}) for one in contenders}
-
-
 def search(
     study: Study, size: str, horizon: str, contenders: Sequence[Contender]
 ) -> tuple[dict[str, Tuned], dict[str, Any]]:
     """Search shapes on one seed, and measure the best settings of each on all; return them, and the best one."""
     measure_on = functools.partial(losses, study, size, horizon)
-    tuned = tune(study, contenders, functools.partial(measure_on, study.seeds[:1]))
-    finalists = tuning.measure_best(tuned, functools.partial(measure_on, study.seeds[1:]), FINALISTS)
-    for shape, one in finalists.items():
-        tuned[shape].losses.update(one.losses)
-    shape = min(finalists, key=lambda name: finalists[name].mean(finalists[name].best))
-    one = finalists[shape]
-    setting = overrides(study, size, horizon, shape, one.contender.overrides(one.best))
-    return tuned, {"shape": shape, "setting": list(setting), "losses": one.losses[one.best]}
+    tuned, best = tuning.search(contenders, measure_on, study.seeds, FINALISTS, study.is_searched)
+    shape = min(best, key=lambda name: tuned[name].mean(best[name]))
+    one = tuned[shape]
+    setting = overrides(study, size, horizon, shape, one.contender.overrides(best[shape]))
+    return tuned, {"shape": shape, "units": UNITS, "setting": list(setting), "losses": one.losses[best[shape]]}
 
 
 def losses(

@@ -22,8 +22,8 @@ TEN_MILLION = (
 )
 # Name -> the script, its options, and those with --quick.
 BENCHMARKS = {
-    "averager": ("averager.py", "", ""),
-    "train": ("train.py", "--rounds 15", "--rounds 5 --shapes demo,small,moe"),
+    "averager": ("averager.py", "", "--rounds 1"),
+    "train": ("train.py", "--rounds 15", "--rounds 3 --shapes demo,moe"),
     "forward": ("train.py", "--forward --rounds 9 --steps 40", "--forward --rounds 3 --steps 20 --shapes demo,moe"),
     "replicas": ("replicas.py", "--rounds 41", "--rounds 15"),
     "replicas_10m": ("replicas.py", f"--rounds 11 {TEN_MILLION}", f"--rounds 3 {TEN_MILLION}"),
@@ -31,7 +31,7 @@ BENCHMARKS = {
     "block_mean": ("block_mean.py", "", "--rounds 40"),
     "spikes": ("spikes.py", "", "--rounds 40 --steps 100000 --planted 50"),
     "safety": ("safety.py", "", "--rounds 40 --starts 1"),
-    "sweep": ("sweep.py", SCRATCH, SCRATCH),
+    "sweep": ("sweep.py", SCRATCH, f"{SCRATCH} --rounds 2"),
     "snapshots": ("snapshots.py", "", "--rounds 2 --tokens 6e5"),
     "small_merges": ("small_merges.py", SCRATCH, f"{SCRATCH} --tensors 10000 --rounds 5"),
     "merge": ("merge.py", SCRATCH, f"{SCRATCH} --rounds 3 --sections safetensors"),

@@ -26,7 +26,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-K, R, ROUNDS = 10, 16, 5
+K, R = 10, 16
 SIZES = {"cache": 1 << 16, "memory": 1 << 24}  # elements per input
 
 
@@ -34,10 +34,11 @@ def main():
     """Run both device counts and print a table, or JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds in which the programs alternate")
     parser.add_argument("--devices", type=int, help="measure in this process, on this number of devices")
     args = parser.parse_args()
     if args.devices:
-        measure_all(args.devices)
+        measure_all(args.devices, args.rounds)
         return
     if not args.json:
         print(f"{'devices':>7} {'size':>7} {'dtype':>9}  {'what':<16} {'GB/s':>6} {'input':>6} {'net':>5}  ratio")
@@ -48,7 +49,7 @@ def main():
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }
         child = subprocess.run(
-            [sys.executable, __file__, "--devices", str(devices)],
+            [sys.executable, __file__, "--devices", str(devices), "--rounds", str(args.rounds)],
             env=env,
             stdout=subprocess.PIPE,
             text=True,
@@ -66,7 +67,7 @@ def format_row(row):
     )
 
 
-def measure_all(devices):
+def measure_all(devices, rounds):
     """Print one JSON line per measurement on this process's devices."""
     import jax
     import jax.numpy as jnp
@@ -77,8 +78,8 @@ def measure_all(devices):
         for dtype in (jnp.bfloat16, jnp.float32):
             item = jnp.dtype(dtype).itemsize
             programs = make_programs(n, dtype, sharding)
-            seconds = median_seconds(programs, repeats=max(1, 2**22 // n))
-            calls = median_seconds(make_programs(64 * devices, dtype, sharding), repeats=64)
+            seconds = median_seconds(programs, rounds, repeats=max(1, 2**22 // n))
+            calls = median_seconds(make_programs(64 * devices, dtype, sharding), rounds, repeats=64)
             net_seconds = {what: max(seconds[what] - calls[what], 1e-9) for what in seconds}
             stream_bytes = 12 * stream_elements(n, item)
             stream, net_stream = (
@@ -165,15 +166,15 @@ def make_programs(n, dtype, sharding):
     }
 
 
-def median_seconds(programs, repeats):
-    """Return the median seconds per call of each program, over ROUNDS rounds in which they alternate.
+def median_seconds(programs, rounds, repeats):
+    """Return the median seconds per call of each program, over `rounds` rounds in which they alternate.
 
     A timing is the mean of `repeats` calls.
     """
     import jax
 
     timings = {name: [] for name in programs}
-    for round_ in range(ROUNDS + 1):
+    for round_ in range(rounds + 1):
         for name, run in programs.items():
             start = time.perf_counter()
             for _ in range(repeats - 1):

@@ -22,7 +22,7 @@ from worker_readouts import (
     runs_to_choose,
     runs_to_report,
 )
-from worker_search import FINALISTS, first_runs, is_searched, outer_rates, search_all, tuning_seeds
+from worker_search import FINALISTS, first_runs, outer_rates, search_all, tuning_seeds
 from worker_settings import (
     COUNTS,
     RATE_GRID,
@@ -61,7 +61,7 @@ def plan(study: Study) -> Plan:
     methods, cells = method_searches(ground), cell_searches(ground, {})
     tried = len(methods) * EXPECTED_METHOD_SETTINGS + len(cells) * EXPECTED_CELL_SETTINGS
     contenders = len(methods) + len(cells)
-    for index, seed in enumerate(tuning_seeds(study) if is_searched(study) else ()):
+    for index, seed in enumerate(tuning_seeds(study) if study.is_searched else ()):
         # The grid is listed above, on the first seed; the others have the best settings only.
         listed, expected = (0, contenders * FINALISTS) if index else (contenders * len(RATE_GRID), tried)
         more = max(expected - max(done[seed], listed), 0)

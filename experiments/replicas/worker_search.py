@@ -7,7 +7,6 @@ on one seed, and the best of them on all.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -28,9 +27,8 @@ from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.studies import tuning
 from pma_jax.studies.planned import PlannedEvaluation, PlannedRun, complete_all, measure_raw_and_merged
 from pma_jax.studies.study import Study
-from pma_jax.studies.tuning import TUNING_SEEDS, Contender, Tuned
+from pma_jax.studies.tuning import TUNING_SEEDS, Contender
 
-FEWEST_UNITS = 32  # of a study that searches; with fewer, as in tests, the first values are taken
 RAW_MARKS = 4  # the raw loss is the mean over that many of the last units: one snapshot is noise
 # No state but the last: nothing is forked.
 COMMON = ("checkpoint.keep_states_at_tokens=()",)
@@ -47,11 +45,6 @@ def planned_run(
     readings = (SPREAD,) if workers else ()
     changes = (*changes, *COMMON, kinds)
     return PlannedRun(ground.size, seed, changes, None, tuple(evaluations), ground.units, readings=readings)
-
-
-def is_searched(study: Study) -> bool:
-    """Return whether a study searches rates, or takes the first ones."""
-    return study.units >= FEWEST_UNITS
 
 
 def tuning_seeds(study: Study) -> tuple[int, ...]:
@@ -80,7 +73,7 @@ def search_runs(
 
 def first_runs(study: Study, ground: Ground) -> list[PlannedRun]:
     """List the runs of the first settings of all contenders; none if rates are not searched."""
-    if not is_searched(study):
+    if not study.is_searched:
         return []
     later = twice_the_workers(ground, {})  # their outer rates are not known yet
     cells = [search for name, search in cell_searches(ground, {}).items() if name not in later]
@@ -108,7 +101,7 @@ def outer_rates(methods: dict[str, Any]) -> dict[str, list[str]]:
 
 def search_group(study: Study, ground: Ground, searches: dict[str, Search]) -> dict[str, Any]:
     """Search the best setting of each contender."""
-    if not is_searched(study):
+    if not study.is_searched:
         first = {name: (0,) * len(search.axes) for name, search in searches.items()}
         return {
             name: {"best": tuning.overrides(search.axes, first[name]), "tried": []} for name, search in searches.items()
@@ -128,9 +121,8 @@ def search_group(study: Study, ground: Ground, searches: dict[str, Search]) -> d
         }
 
     contenders = [Contender(name, search.axes, search.grid) for name, search in searches.items()]
-    tuned = tuning.tune(contenders, functools.partial(measure_on, seeds[:1]))
-    best = tuning.measure_best(tuned, functools.partial(measure_on, seeds[1:]), FINALISTS)
-    return {name: describe(one, measured[name]) for name, one in best.items()}
+    tuned, best = tuning.search(contenders, measure_on, seeds, FINALISTS)
+    return {name: describe(one.contender.overrides(best[name]), measured[name]) for name, one in tuned.items()}
 
 
 def measure_settings(
@@ -147,14 +139,14 @@ def measure_settings(
     return {name: measure_raw_and_merged(study, listed, len(seeds)) if listed else [] for name, listed in runs.items()}
 
 
-def describe(tuned: Tuned, measured: dict[tuple[str, ...], dict[str, list[float]]]) -> dict[str, Any]:
+def describe(best: list[str], measured: dict[tuple[str, ...], dict[str, list[float]]]) -> dict[str, Any]:
     """Return the settings of a contender, and the best, in the layout of results.json."""
     tried = []
     for setting, losses in measured.items():
         is_finite = math.isfinite(sum(losses["raw"]))
         # None: the run of a seed diverged.
         tried.append({"setting": list(setting), **(losses if is_finite else dict.fromkeys(losses))})
-    return {"best": tuned.contender.overrides(tuned.best), "tried": tried}
+    return {"best": best, "tried": tried}
 
 
 def edge_keys(searched: dict[str, Any]) -> list[str]:

@@ -21,8 +21,9 @@ def is_model_directory(path: epath.PathLike) -> bool:
 
 
 def check_installed() -> None:
-    """Raise UserError if lm-eval, torch or transformers is not installed."""
-    missing = [name for name in ("lm_eval", "torch", "transformers") if importlib.util.find_spec(name) is None]
+    """Raise UserError if lm-eval, or a package that its `hf` backend imports, is not installed."""
+    needed = ("lm_eval", "torch", "transformers", "accelerate")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
             f"a Hugging Face model is scored with {' and '.join(missing)}: pip install 'pma-jax[eval,torch]', or "

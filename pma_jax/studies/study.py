@@ -34,6 +34,7 @@ from pma_jax.studies import run_cache
 SIZES = ("science_small", "science_large", "science_moe")
 TRUNK_EVALUATION_TOKENS = 4096  # held-out tokens of the evaluations while a trunk trains; the study uses more
 DECIMALS = 4  # of summed losses in results.json; a mean loss over the tokens of the study is exact to 1e-8
+FEWEST_UNITS = 32  # of a study that searches settings
 BRANCH_DIVISORS = (32, 16, 8, 4, 2)  # the length of an annealed branch is its end divided by one of these
 
 
@@ -52,6 +53,11 @@ class Study:
     workers: int = 1  # processes that train at a time, for experiments that list their runs
     overrides: tuple[str, ...] = ()  # `section.key=value`, applied to every run
     runs_used: dict[str, Run] = dataclasses.field(default_factory=dict)  # by path
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether experiments search settings; with fewer units, as in tests, they take the first ones."""
+        return self.units >= FEWEST_UNITS
 
     def settings(self) -> dict[str, Any]:
         """Return what defines the runs and readings of the study, as JSON."""

@@ -10,6 +10,7 @@ time. A search on one seed is cheaper: `measure_best` then measures the best set
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from pma_jax.config.errors import UserError
@@ -147,6 +148,36 @@ def measure_best(tuned: dict[str, Tuned], measure: Measure, count: int) -> dict[
     }
     _add_losses(found, {name: list(one.losses) for name, one in found.items()}, measure)
     return found
+
+
+def search(
+    contenders: Sequence[Contender],
+    measure_on: Callable[[Sequence[int], dict[str, list[list[str]]]], dict[str, list[list[float]]]],
+    seeds: Sequence[int],
+    finalists: int,
+    goes_on: bool = True,
+) -> tuple[dict[str, Tuned], dict[str, Position]]:
+    """Search the best setting of each contender on the first seed, and choose among the best ones on all seeds.
+
+    Args:
+        contenders: The methods that are compared.
+        measure_on: As `Measure`, on the seeds of its first argument.
+        seeds: Tuning seeds; the search is on the first of them.
+        finalists: Settings of each contender that are measured on all seeds.
+        goes_on: Whether the search goes on from the first settings (`tune`); tests of experiments measure one only.
+
+    Returns:
+        The settings of each contender with their losses, which finalists have on all seeds; and the best finalist.
+    """
+    if goes_on:
+        tuned = tune(contenders, functools.partial(measure_on, seeds[:1]))
+    else:
+        tuned = {one.name: Tuned(one, {}) for one in contenders}
+        _add_losses(tuned, {one.name: [one.grid[0]] for one in contenders}, functools.partial(measure_on, seeds[:1]))
+    best = measure_best(tuned, functools.partial(measure_on, seeds[1:]), finalists)
+    for name, one in best.items():
+        tuned[name].losses.update(one.losses)
+    return tuned, {name: one.best for name, one in best.items()}
 
 
 def _next_round(tuned: Sequence[Tuned], count: int) -> dict[str, list[Position]]:

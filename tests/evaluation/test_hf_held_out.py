@@ -179,8 +179,9 @@ def test_a_model_without_a_tokenizer_is_refused(finished, exported, tmp_path, mo
 
 
 def test_packages_that_are_missing_are_named(exported, monkeypatch, capsys):
-    for name in ("lm_eval", "torch", "transformers"):
+    names = ("lm_eval", "torch", "transformers", "accelerate")
+    for name in names:
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["evaluate", str(exported)]) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and "lm_eval and torch and transformers: pip install 'pma-jax[eval,torch]'" in lines[0]
+    assert len(lines) == 1 and f"{' and '.join(names)}: pip install 'pma-jax[eval,torch]'" in lines[0]

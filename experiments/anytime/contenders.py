@@ -1,0 +1,100 @@
+"""The contenders: ways to have a model to serve at any time, without a horizon that is fixed in advance.
+
+A contender is a way to train, with the configuration keys that are tuned for it, and the models that its snapshots give
+without further training. Positions are in units, of which a run has `Study.units`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from pma_jax.evaluation.sweep import RAW, Cell
+from pma_jax.studies.study import Study
+from pma_jax.studies.tuning import Axis, Position
+
+RATE, BATCH = "schedule.peak_rate", "training.batch_size_sequences"
+CONSTANT, INVERSE_SQRT, PARTIAL = "constant rate", "1/sqrt(t)", "partial decay"
+# Keys of a contender's configuration that do not change, and the key of its own that is tuned. The scale of a key in
+# tokens is a multiple of the tokens between two snapshots.
+METHODS: dict[str, tuple[tuple[str, ...], Axis | None]] = {
+    CONSTANT: ((), None),
+    INVERSE_SQRT: (("schedule.decay=inverse_sqrt",), Axis("schedule.decay_start_tokens", 4, 2)),
+    "schedule-free": (("optimizer.name=schedule_free_adamw",), None),
+    "GPA": (("optimizer.name=gpa_adamw",), Axis("optimizer.gpa_half_life_tokens", 2, 2)),
+    "SNOO": (
+        ("replicas.method=diloco", "replicas.count=1", "replicas.interval_tokens=16384"),
+        Axis("replicas.diloco_rate", 0.7, 10 / 7),
+    ),
+    "BEMA": (("optimizer.bema_interval_tokens=4096",), Axis("optimizer.bema_start_tokens", 2, 2)),
+    PARTIAL: (("schedule.decay=linear",), Axis("schedule.final_rate", 0.3, 2)),
+}
+PARTIAL_SHARE = 0.5  # of the tokens over which the rate of PARTIAL decays, to a share of the peak rate
+WITH_BLOCK_MEANS = (CONSTANT, INVERSE_SQRT)
+WIDTHS = (2, 4, 6, 8, 12, 16, 24, 32)  # snapshots of a merge
+SIGMAS = (0.05, 0.1, 0.15)  # of power-function averages over all snapshots
+LAGS = (0.0, 0.25, 0.5, 0.75)  # of the fits with two parameters, width and lag; plain means have a lag of 1
+FIRST_RATES = (-2, 0, 2)  # positions of the first settings, factors of 2; the search goes on in factors of sqrt 2
+MODEL, POINTS, BLOCKS = "its model", "merge of points", "merge of block means"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rival:
+    """A contender of a size: the keys that do not change, and the axes of its search, the rate and the batch first."""
+
+    name: str
+    changes: tuple[str, ...]
+    axes: tuple[Axis, ...]
+    needs_horizon: bool  # so that each horizon is a run of its own
+
+    @property
+    def grid(self) -> tuple[Position, ...]:
+        """The first settings: three rates."""
+        return tuple((rate, *[0] * (len(self.axes) - 1)) for rate in FIRST_RATES)
+
+
+def list_rivals(study: Study, size: str) -> list[Rival]:
+    """Return the contenders of a size; their scales start from its configuration, which is tuned for merging."""
+    config = study.trunk_config(size, study.seeds[0])
+    rate, unit = config.schedule.peak_rate, config.checkpoint.interval_tokens
+    common = (Axis(RATE, rate, 2**0.5), Axis(BATCH, config.training.batch_size_sequences, 2, minimum=1))
+    rivals = []
+    for name, (changes, own) in METHODS.items():
+        if own and own.key.endswith("_tokens"):
+            # A decay cannot start during the warm-up.
+            minimum = config.schedule.warmup_tokens if own.key == "schedule.decay_start_tokens" else 0
+            own = dataclasses.replace(own, base=own.base * unit, minimum=minimum)
+        if own and own.key == "schedule.final_rate":
+            own = dataclasses.replace(own, base=own.base * rate)
+        kinds = "point,block_mean" if name in WITH_BLOCK_MEANS else "point"
+        given = (*changes, f"checkpoint.kinds={kinds}", "checkpoint.keep_states_at_tokens=()")
+        rivals.append(Rival(name, given, (*common, own) if own else common, name == PARTIAL))
+    return rivals
+
+
+def tuning_cells(end: int) -> list[Cell]:
+    """Return the models by which a setting is judged at a horizon: the contender's own, and merges of points."""
+    return [RAW, *(Cell("sma", n) for n in (2, 4, 8, 16) if n <= end // 2), Cell("power:sigma_rel=0.1", end)]
+
+
+def groups(name: str, end: int) -> dict[str, list[Cell]]:
+    """Return the models of a contender at a horizon, in groups of which the best is reported."""
+    found = {MODEL: [RAW], POINTS: merges("point", end)}
+    return found | ({BLOCKS: merges("block_mean", end)} if name in WITH_BLOCK_MEANS else {})
+
+
+def merges(kind: str, end: int) -> list[Cell]:
+    """Return the merges of snapshots of a kind: plain and weighted means, power functions, and fits with a lag."""
+    widths = [n for n in WIDTHS if n <= end // 2]
+    listed = [Cell("sma", n, kind=kind) for n in widths]
+    listed += [Cell("wma", n, kind=kind) for n in widths if n > 2]
+    listed += [Cell(f"power:sigma_rel={sigma:g}", end, kind=kind) for sigma in SIGMAS]
+    return listed + [Cell(f"lagfree:lag={lag:g}", n, kind=kind) for lag in LAGS for n in widths if n > 2]
+
+
+def horizon_changes(study: Study, size: str, rival: Rival, setting: Sequence[str], divisor: int) -> tuple[str, ...]:
+    """Return the changes of a contender's run that ends at one of the horizons, if it needs one."""
+    changes = (*rival.changes, *setting)
+    if not rival.needs_horizon:
+        return changes
+    total = study.trunk_config(size, study.seeds[0]).training.total_tokens // divisor
+    start = round(total * (1 - PARTIAL_SHARE))
+    return (*changes, f"training.total_tokens={total}", f"schedule.decay_start_tokens={start}")

@@ -1,0 +1,247 @@
+"""Is there, at any time, a model to serve that is as good as the best annealing that ends there?
+
+Command:   python experiments/anytime/script.py --runs runs/science --jobs 2 --sizes science_small
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from anytime_page import draw, report, summarize
+from contenders import FIRST_RATES, MODEL, Rival, groups, horizon_changes, list_rivals, tuning_cells
+
+from pma_jax.config.errors import UserError
+from pma_jax.data.sampling import REPORT, SELECT
+from pma_jax.evaluation.sweep import RAW, Cell
+from pma_jax.storage.json_files import parse_untrusted_json
+from pma_jax.studies import tuning
+from pma_jax.studies.experiment import run_experiment
+from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all
+from pma_jax.studies.study import Study
+from pma_jax.studies.tuning import TUNING_SEEDS, Contender, Tuned
+
+HORIZONS = {"a quarter": 4, "half": 2, "all": 1}  # of the size's tokens: name -> divisor
+ANNEALING = Path(__file__).resolve().parents[1] / "annealing" / "results.json"
+FINALISTS = 3  # settings of each contender that are measured on all tuning seeds
+EXPECTED_SETTINGS = 14  # of a contender on the first seed, for the estimate of the machine time
+DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
+
+
+def plan(study: Study) -> Plan:
+    """List the first settings of the search; what follows depends on their losses, and is estimated."""
+    work: list[PlannedRun | OtherWork] = []
+    for size in study.sizes:
+        rivals, seeds = list_rivals(study, size), tuning_seeds(study)
+        for rival in rivals:
+            for position in rival.grid if study.is_searched else rival.grid[:1]:
+                work += tuning_runs(study, size, rival, tuning.overrides(rival.axes, position), seeds[0])
+        more = len(rivals) * (EXPECTED_SETTINGS - len(FIRST_RATES) + FINALISTS * (len(seeds) - 1))
+        total = study.trunk_config(size, study.seeds[0]).training.total_tokens
+        read = sum(len(tuning_cells(end)) for end in ends(study).values()) * study.evaluation_tokens // 2
+        work.append(OtherWork(f"{size}, the rest of the search", size, seeds[0], more * total, more * read))
+        for seed in study.seeds:
+            cells = [c for end in ends(study).values() for of in groups(rivals[0].name, end).values() for c in of]
+            trained, read = (len(rivals) + 2) * total, len(rivals) * len(cells) * study.evaluation_tokens // 2
+            work.append(OtherWork(f"{size}, the contenders and the target", size, seed, trained, read))
+    return work
+
+
+def ends(study: Study) -> dict[str, int]:
+    """Return the horizons in units."""
+    return {name: study.units // divisor for name, divisor in HORIZONS.items()}
+
+
+def tuning_seeds(study: Study) -> tuple[int, ...]:
+    """Return the seeds of the search; no more than the study has."""
+    return TUNING_SEEDS[: len(study.seeds)]
+
+
+def measure(study: Study) -> dict[str, Any]:
+    """Search the settings of all contenders of every size, and compare them with the target on other seeds."""
+    return {"sizes": {size: measure_size(study, size) for size in study.sizes}}
+
+
+def measure_size(study: Study, size: str) -> dict[str, Any]:
+    """Search the contenders of a size, train the best setting of each and the target, and read their losses."""
+    rivals = list_rivals(study, size)
+    targets = target_runs(study, size)
+    tried, best = search(study, size, rivals)
+    settings = {rival.name: tuning.overrides(rival.axes, best[rival.name]) for rival in rivals}
+    measured = {rival.name: measure_rival(study, size, rival, settings[rival.name]) for rival in rivals}
+    complete_all(study, [run for of in targets.values() for run in of], study.workers)
+    return study.describe_size(size) | {
+        "ends": ends(study),
+        "tried": {name: describe(one, best[name]) for name, one in tried.items()},
+        "settings": settings,
+        "rivals": measured,
+        "target": {horizon: read_target(study, runs) for horizon, runs in targets.items()},
+    }
+
+
+# --- The search -------------------------------------------------------------------------------------------------------
+
+
+def search(study: Study, size: str, rivals: Sequence[Rival]) -> tuple[dict[str, Tuned], dict[str, tuning.Position]]:
+    """Search the setting of each contender with the lowest mean loss over the horizons, of its best model at each."""
+    by_name = {rival.name: rival for rival in rivals}
+
+    def measure_on(seeds: Sequence[int], settings: dict[str, list[list[str]]]) -> dict[str, list[list[float]]]:
+        runs = {
+            name: [[tuning_runs(study, size, by_name[name], setting, seed) for seed in seeds] for setting in of_one]
+            for name, of_one in settings.items()
+        }
+        complete_all(study, [run for of in runs.values() for one in of for seed in one for run in seed], study.workers)
+        return {
+            name: [[judge(study, by_seed) for by_seed in of_setting] for of_setting in of_one]
+            for name, of_one in runs.items()
+        }
+
+    contenders = [Contender(rival.name, rival.axes, rival.grid) for rival in rivals]
+    return tuning.search(contenders, measure_on, tuning_seeds(study), FINALISTS, study.is_searched)
+
+
+def tuning_runs(study: Study, size: str, rival: Rival, setting: Sequence[str], seed: int) -> list[PlannedRun]:
+    """List the runs of a setting on a tuning seed: one per horizon, or one for all."""
+    cells = {horizon: tuning_cells(end) for horizon, end in ends(study).items()}
+    return list_runs(study, size, rival, setting, seed, cells)
+
+
+def list_runs(
+    study: Study, size: str, rival: Rival, setting: Sequence[str], seed: int, cells: dict[str, list[Cell]]
+) -> list[PlannedRun]:
+    """List the runs of a setting, whose models are judged on the part `select`: one per horizon, or one for all."""
+    judged = {horizon: PlannedEvaluation(tuple(cells[horizon]), (end,), SELECT) for horizon, end in ends(study).items()}
+    groups_of_horizons = [[horizon] for horizon in HORIZONS] if rival.needs_horizon else [list(HORIZONS)]
+    runs = []
+    for together in groups_of_horizons:
+        last = together[-1]
+        changes = horizon_changes(study, size, rival, setting, HORIZONS[last])
+        evaluations = tuple(judged[horizon] for horizon in together)
+        units, tokens = ends(study)[last], study.evaluation_tokens // 2
+        runs.append(PlannedRun(size, seed, changes, None, evaluations, units, tokens))
+    return runs
+
+
+def judge(study: Study, runs: Sequence[PlannedRun]) -> float:
+    """Return the mean over the horizons of the loss of the best model at each; infinite if a run diverged."""
+    if any(run.has_diverged(study) for run in runs):
+        return math.inf
+    return float(np.mean([min(losses.values()) for losses in read_select(study, runs)]))
+
+
+def read_select(study: Study, runs: Sequence[PlannedRun]) -> list[dict[str, float]]:
+    """Return the loss of each model on the part `select` at each horizon, by the text of its merge."""
+    found = []
+    for run in runs:
+        trained, reading = run.get(study), run.study(study)
+        for judged in run.evaluations:
+            losses = reading.losses(trained, judged.cells, judged.ends, judged.part)
+            found.append({cell.text: loss for (cell, _), loss in losses.items()})
+    return found
+
+
+def describe(tuned: Tuned, best: tuning.Position) -> list[dict[str, Any]]:
+    """Return the settings of a contender in the layout of results.json; a diverged one has no losses."""
+    described = []
+    for position in sorted(tuned.losses, key=lambda at: (-len(tuned.losses[at]), tuned.mean(at))):
+        values = tuned.losses[position]
+        described.append(
+            {
+                "setting": tuned.contender.overrides(position),
+                "losses": values if math.isfinite(sum(values)) else None,
+                "is_at_edge": position == best and bool(tuned.open_neighbours(position)),
+            }
+        )
+    return described
+
+
+# --- The results ------------------------------------------------------------------------------------------------------
+
+
+def measure_rival(study: Study, size: str, rival: Rival, setting: Sequence[str]) -> dict[str, Any]:
+    """Return the losses of a contender's models at each horizon: of each group, that which `select` has as the best.
+
+    Returns:
+        {horizon: "chosen": {group: text of the merge}, and the losses on the part `report` as
+        `Study.document_losses_over_seeds` returns them}.
+    """
+    cells = {
+        horizon: [cell for group in groups(rival.name, end).values() for cell in group]
+        for horizon, end in ends(study).items()
+    }
+    runs = {seed: list_runs(study, size, rival, setting, seed, cells) for seed in study.seeds}
+    complete_all(study, [run for of in runs.values() for run in of], study.workers)
+    on_select = [read_select(study, of) for of in runs.values()]
+    measured = {}
+    for i, (horizon, end) in enumerate(ends(study).items()):
+        chosen = {}
+        for group, listed in groups(rival.name, end).items():
+            means = {
+                cell: np.mean([of[i][cell.text] for of in on_select]) for cell in listed if cell.text in on_select[0][i]
+            }
+            chosen[group] = min(means, key=means.__getitem__)
+        which = i if rival.needs_horizon else 0
+        get = functools.partial(get_run, study, {seed: of[which] for seed, of in runs.items()})
+        losses = study.document_losses_over_seeds(get, list(dict.fromkeys(chosen.values())), [end], REPORT)
+        measured[horizon] = {"chosen": {group: cell.text for group, cell in chosen.items()}, **losses}
+    assert all(MODEL in of["chosen"] for of in measured.values())
+    return measured
+
+
+def get_run(study: Study, runs: dict[int, PlannedRun], seed: int) -> Any:
+    """Return the trained run of a seed."""
+    return runs[seed].get(study)
+
+
+def target_runs(study: Study, size: str) -> dict[str, list[PlannedRun]]:
+    """List the runs of the best annealing of each horizon, one per seed.
+
+    Raises:
+        UserError: experiments/annealing has no results of the size, or they are of another text or number of tokens.
+    """
+    runs = {}
+    for horizon, divisor in HORIZONS.items():
+        total = study.trunk_config(size, study.seeds[0]).training.total_tokens // divisor
+        if study.is_searched:
+            units, setting = read_annealing(study, size, horizon, total)
+        else:  # a test: the search of the annealing would take longer
+            units = study.units // 4
+            setting = [
+                f"training.total_tokens={total}",
+                f"schedule.decay_start_tokens={total // 2}",
+                "schedule.decay=linear",
+            ]
+        judged = PlannedEvaluation((RAW,), (units,), REPORT)
+        changes = (*setting, "checkpoint.kinds=point")
+        runs[horizon] = [PlannedRun(size, seed, changes, None, (judged,), units) for seed in study.seeds]
+    return runs
+
+
+def read_annealing(study: Study, size: str, horizon: str, total_tokens: int) -> tuple[int, list[str]]:
+    """Return the units and the setting of the best annealing; raises UserError, see `target_runs`."""
+    if not ANNEALING.exists():
+        raise UserError(f"no tuned annealing in {ANNEALING}: run experiments/annealing/script.py first")
+    results = parse_untrusted_json(ANNEALING.read_bytes(), str(ANNEALING), True)
+    if results["made"]["text"]["corpus_digest"] != study.describe_text()["corpus_digest"]:
+        raise UserError(f"{ANNEALING} was made on another text: run experiments/annealing/script.py on this one")
+    if size not in results["sizes"]:
+        raise UserError(f"{ANNEALING} has no annealing of {size}: run experiments/annealing/script.py --add")
+    best = results["sizes"][size]["best"][horizon]
+    if f"training.total_tokens={total_tokens}" not in best["setting"]:
+        raise UserError(f"{ANNEALING} has no annealing of {size} over {total_tokens:,} tokens: run its script again")
+    return best["units"], best["setting"]
+
+
+def read_target(study: Study, runs: Sequence[PlannedRun]) -> dict[str, Any]:
+    """Return the losses of the best annealing of a horizon, and its setting."""
+    by_seed = {run.seed: run for run in runs}
+    get = functools.partial(get_run, study, by_seed)
+    losses = study.document_losses_over_seeds(get, [RAW], [runs[0].units], REPORT)
+    return {"setting": list(runs[0].changes), "end": runs[0].units, **losses}
+
+
+if __name__ == "__main__":
+    run_experiment(__file__, measure, report, summarize, draw, plan, DEFAULTS, by_size=True)
