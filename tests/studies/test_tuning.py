@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pma_jax.config.errors import UserError
-from pma_jax.studies.tuning import Axis, Contender, check_equal_numbers, measure_best, tune
+from pma_jax.studies.tuning import Axis, Contender, check_equal_numbers, measure_best, search, tune
 
 BATCH, RATE = Axis("training.batch_size_sequences", 4, 2), Axis("schedule.peak_rate", 0.002, 2)
 GRID = tuple(itertools.product(range(3), range(-1, 2)))
@@ -74,6 +74,25 @@ def test_best_settings_are_decided_on_more_seeds():
     tuned = measure_best(tune([Contender("raw", (rate,), ((0,), (1,)))], first), more, 2)["raw"]
     assert tuned.best == (1,) and tuned.losses == {(0,): [1.0, 2.0, 2.0], (1,): [1.1, 1.0, 1.0]}
     assert len(first_measured["raw"]) == 3 and len(more_measured["raw"]) == 2
+
+
+def test_a_search_on_one_seed_chooses_among_its_best_settings_on_all():
+    axis = Axis("schedule.peak_rate", 1, 2)
+    on_first, on_others = {0.5: 3.0, 1.0: 1.0, 2.0: 1.1}, {1.0: 2.0, 2.0: 1.0}
+    seen = []
+
+    def measure_on(seeds, settings):
+        values = [values_of(setting)[0] for setting in settings["raw"]]
+        seen.extend((seed, value) for seed in seeds for value in values)
+        return {"raw": [[(on_first if seed == 100 else on_others)[value] for seed in seeds] for value in values]}
+
+    contender = Contender("raw", (axis,), ((0,), (1,)))
+    tuned, best = search([contender], measure_on, (100, 101, 102), 2)
+    assert best == {"raw": (1,)}, "the best on all seeds, not that on the first"
+    assert tuned["raw"].losses == {(0,): [1.0, 2.0, 2.0], (1,): [1.1, 1.0, 1.0], (-1,): [3.0]}
+    assert {value for seed, value in seen if seed != 100} == {1.0, 2.0} and len(seen) == 7
+    tuned, best = search([contender], measure_on, (100, 101), 2, goes_on=False)
+    assert best == {"raw": (0,)} and list(tuned["raw"].losses) == [(0,)], "the first setting is taken"
 
 
 def test_a_contender_with_more_settings_than_its_rival_is_refused_by_name():
