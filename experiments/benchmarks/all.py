@@ -32,14 +32,14 @@ BENCHMARKS = {
     "spikes": ("spikes.py", "", "--rounds 40 --steps 100000 --planted 50"),
     "safety": ("safety.py", "", "--rounds 40 --starts 1"),
     "sweep": ("sweep.py", SCRATCH, f"{SCRATCH} --rounds 2"),
-    "snapshots": ("snapshots.py", "", "--rounds 2 --tokens 6e5"),
+    "snapshots": ("snapshots.py", "", "--rounds 1 --tokens 6e5"),
     "small_merges": ("small_merges.py", SCRATCH, f"{SCRATCH} --tensors 10000 --rounds 5"),
     "merge": ("merge.py", SCRATCH, f"{SCRATCH} --rounds 3 --sections safetensors"),
     "grid": ("grid.py", SCRATCH, f"{SCRATCH} --megabytes 20 --rounds 2"),
     "grid_engine": ("grid_engine.py", SCRATCH, f"{SCRATCH} --tokens 40960 --rounds 1"),
     "on_mesh": ("on_mesh.py", SCRATCH, f"{SCRATCH} --megabytes 64 --rounds 1"),
     "tasks": ("tasks.py", "", "--requests 40 --rounds 2"),
-    "bucket_requests": ("bucket_requests.py", "", "--snapshots 6 12"),
+    "bucket_requests": ("bucket_requests.py", "", "--snapshots 6"),
     "bucket_train": ("bucket_train.py", SCRATCH, f"{SCRATCH} --tokens 204800 --rounds 1"),
 }
 
