@@ -39,7 +39,7 @@ BENCHMARKS = {
     "grid_engine": ("grid_engine.py", SCRATCH, f"{SCRATCH} --tokens 40960 --rounds 1"),
     "on_mesh": ("on_mesh.py", SCRATCH, f"{SCRATCH} --megabytes 64 --rounds 1"),
     "tasks": ("tasks.py", "", "--requests 40 --rounds 2"),
-    "bucket_requests": ("bucket_requests.py", "", "--snapshots 6"),
+    "bucket_requests": ("bucket_requests.py", "", "--snapshots 3 6"),
     "bucket_train": ("bucket_train.py", SCRATCH, f"{SCRATCH} --tokens 204800 --rounds 1"),
 }
 
