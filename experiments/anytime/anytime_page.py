@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from contenders import MODEL
+from contenders import CEILING, MODEL
 
 from pma_jax.evaluation.sweep import RAW
 from pma_jax.reporting.drawing import to_png
@@ -63,7 +63,8 @@ def format_differences(size: dict[str, Any], margin: float) -> str:
             of = size["rivals"][rival][horizon]
             chosen = "" if group == MODEL else f" ({of['chosen'][group]})"
             row.append(pages.format_interval(estimate.interval()) + chosen)
-            if estimate.equivalence_p_value(margin) < 0.05 or estimate.interval().high < 0:
+            is_reached = estimate.equivalence_p_value(margin) < 0.05 or estimate.interval().high < 0
+            if is_reached and group != CEILING:
                 equal.append(f"{rival}, {group}, at {horizon}: {pages.describe_difference(estimate, margin)}")
         rows.append(row)
     header = ["contender", "model", *(f"less the target at {horizon}" for horizon in size["ends"])]
@@ -95,7 +96,8 @@ def format_settings(size: dict[str, Any]) -> str:
 def best_cell(size: dict[str, Any]) -> tuple[str, str]:
     """Return the contender and the group with the lowest mean difference from the target over the horizons."""
     return min(
-        cells(size), key=lambda cell: sum(difference(size, cell[0], horizon, cell[1]).mean for horizon in size["ends"])
+        (cell for cell in cells(size) if cell[1] != CEILING),
+        key=lambda cell: sum(difference(size, cell[0], horizon, cell[1]).mean for horizon in size["ends"]),
     )
 
 
@@ -125,7 +127,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
         lines = []
         for rival in size["rivals"]:
             group = min(
-                (group for other, group in cells(size) if other == rival),
+                (group for other, group in cells(size) if other == rival and group != CEILING),
                 key=lambda group, rival=rival: sum(difference(size, rival, h, group).mean for h in size["ends"]),
             )
             tokens = [end * size["unit_tokens"] for end in size["ends"].values()]

@@ -11,7 +11,19 @@ from typing import Any
 
 import numpy as np
 from anytime_page import draw, report, summarize
-from contenders import FIRST_RATES, MODEL, Rival, groups, horizon_changes, list_rivals, tuning_cells
+from contenders import (
+    CEILING,
+    CONSTANT,
+    ENSEMBLES,
+    FIRST_RATES,
+    SAME,
+    Rival,
+    groups,
+    horizon_changes,
+    list_rivals,
+    tuning_cells,
+)
+from ensembles import ensemble_nats
 
 from pma_jax.config.errors import UserError
 from pma_jax.data.sampling import REPORT, SELECT
@@ -20,7 +32,7 @@ from pma_jax.storage.json_files import parse_untrusted_json
 from pma_jax.studies import tuning
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all
-from pma_jax.studies.study import Study
+from pma_jax.studies.study import DECIMALS, Study
 from pma_jax.studies.tuning import TUNING_SEEDS, Contender, Tuned
 
 HORIZONS = {"a quarter": 4, "half": 2, "all": 1}  # of the size's tokens: name -> divisor
@@ -186,8 +198,14 @@ def measure_rival(study: Study, size: str, rival: Rival, setting: Sequence[str])
         which = i if rival.needs_horizon else 0
         get = functools.partial(get_run, study, {seed: of[which] for seed, of in runs.items()})
         losses = study.document_losses_over_seeds(get, list(dict.fromkeys(chosen.values())), [end], REPORT)
-        measured[horizon] = {"chosen": {group: cell.text for group, cell in chosen.items()}, **losses}
-    assert all(MODEL in of["chosen"] for of in measured.values())
+        texts = {group: cell.text for group, cell in chosen.items()}
+        if rival.name == CONSTANT:
+            count = max(n for n in ENSEMBLES if n <= end // 2)
+            each = [ensemble_nats(study, get(seed), end, count, REPORT) for seed in study.seeds]
+            texts |= {SAME: f"sma:{count}", CEILING: f"ensemble of {count}"}
+            same = study.document_losses_over_seeds(get, [Cell("sma", count)], [end], REPORT)
+            losses["nats"] |= same["nats"] | {texts[CEILING]: {str(end): np.round(each, DECIMALS).tolist()}}
+        measured[horizon] = {"chosen": texts, **losses}
     return measured
 
 

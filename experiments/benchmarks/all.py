@@ -23,10 +23,10 @@ TEN_MILLION = (
 # Name -> the script, its options, and those with --quick.
 BENCHMARKS = {
     "averager": ("averager.py", "", "--rounds 1"),
-    "train": ("train.py", "--rounds 15", "--rounds 3 --shapes demo,moe"),
+    "train": ("train.py", "--rounds 15", "--rounds 3 --shapes demo"),
     "forward": ("train.py", "--forward --rounds 9 --steps 40", "--forward --rounds 3 --steps 20 --shapes demo,moe"),
     "replicas": ("replicas.py", "--rounds 41", "--rounds 15"),
-    "replicas_10m": ("replicas.py", f"--rounds 11 {TEN_MILLION}", f"--rounds 3 {TEN_MILLION}"),
+    "replicas_10m": ("replicas.py", f"--rounds 11 {TEN_MILLION}", f"--rounds 1 {TEN_MILLION}"),
     "memory_floor": ("memory_floor.py", "", "--configs tiny"),
     "block_mean": ("block_mean.py", "", "--rounds 40"),
     "spikes": ("spikes.py", "", "--rounds 40 --steps 100000 --planted 50"),
@@ -36,7 +36,7 @@ BENCHMARKS = {
     "small_merges": ("small_merges.py", SCRATCH, f"{SCRATCH} --tensors 10000 --rounds 5"),
     "merge": ("merge.py", SCRATCH, f"{SCRATCH} --rounds 3 --sections safetensors"),
     "grid": ("grid.py", SCRATCH, f"{SCRATCH} --megabytes 20 --rounds 2"),
-    "grid_engine": ("grid_engine.py", SCRATCH, f"{SCRATCH} --tokens 40960 --rounds 1"),
+    "grid_engine": ("grid_engine.py", SCRATCH, f"{SCRATCH} --tokens 40960 --rounds 1 --runs 2"),
     "on_mesh": ("on_mesh.py", SCRATCH, f"{SCRATCH} --megabytes 64 --rounds 1"),
     "tasks": ("tasks.py", "", "--requests 40 --rounds 2"),
     "bucket_requests": ("bucket_requests.py", "", "--snapshots 3 6"),

@@ -1,7 +1,7 @@
 """What does the local engine of `pma grid` cost over the same commands by hand?
 
-Six runs of the demo's model train two at a time: by `pma grid --parallel 2`, and as six `pma train` commands of which
-two run at any time, without the grid's binding to cores. Bar: the grid takes at most 1.05 times as long. Rounds
+Runs of the demo's model, six by default, train two at a time: by `pma grid --parallel 2`, and as `pma train` commands
+of which two run at any time, without the grid's binding to cores. Bar: the grid takes at most 1.05 times as long. Rounds
 alternate, and the first is discarded, as it compiles what later ones read from JAX's compilation cache. The CPU seconds
 of all processes are printed too: on a machine with other work, they say more than the time.
 
@@ -9,6 +9,7 @@ Command:   python experiments/benchmarks/grid_engine.py SCRATCH
 
     --tokens 409600   of each run
     --rounds 3        in turn, after the discarded one
+    --runs 6          of each kind
 """
 
 import argparse
@@ -22,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-PARALLEL, SEEDS = 2, tuple(range(6))
+PARALLEL = 2
 
 
 def main() -> None:
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--tokens", type=int, default=409_600)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=6)
     options = parser.parse_args()
     common = [f"--config.training.total_tokens={options.tokens}", "--config.mesh.cpu_devices=1"]
     environment = os.environ | {
@@ -43,7 +45,7 @@ def main() -> None:
             folder = options.scratch / name
             shutil.rmtree(folder, ignore_errors=True)
             started, cpu = time.perf_counter(), cpu_seconds()
-            run(folder, common, environment)
+            run(folder, options.runs, common, environment)
             if number:
                 seconds[name].append(time.perf_counter() - started)
                 print(f"round {number}: {name} {seconds[name][-1]:.1f} s, CPU {cpu_seconds() - cpu:.1f} s", flush=True)
@@ -57,14 +59,14 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def by_grid(folder: Path, common: list[str], environment: dict[str, str]) -> None:
+def by_grid(folder: Path, runs: int, common: list[str], environment: dict[str, str]) -> None:
     """Train all runs by the grid."""
-    vary = f"training.seed={','.join(map(str, SEEDS))}"
+    vary = f"training.seed={','.join(map(str, range(runs)))}"
     words = ["grid", "--config", "demo", "--root", str(folder), "--vary", vary, "--parallel", str(PARALLEL)]
     call([*words, *common], environment)
 
 
-def by_hand(folder: Path, common: list[str], environment: dict[str, str]) -> None:
+def by_hand(folder: Path, runs: int, common: list[str], environment: dict[str, str]) -> None:
     """Train all runs by commands of their own."""
 
     def train(seed: int) -> None:
@@ -74,7 +76,7 @@ def by_hand(folder: Path, common: list[str], environment: dict[str, str]) -> Non
         )
 
     with concurrent.futures.ThreadPoolExecutor(PARALLEL) as pool:
-        list(pool.map(train, SEEDS))
+        list(pool.map(train, range(runs)))
 
 
 def call(words: list[str], environment: dict[str, str]) -> None:

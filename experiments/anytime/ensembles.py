@@ -1,0 +1,46 @@
+"""The loss of an ensemble of snapshots: the probability of each token is the mean of those of the snapshots.
+
+It costs as many forward passes as it has snapshots. It is no contender: beside the mean of the same snapshots, it shows
+what a merge loses because a model is not linear in its weights.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from pma_jax.evaluation.held_out import make_evaluator, read_sample_of_run
+from pma_jax.evaluation.sweep import snapshots_through
+from pma_jax.model.decoder import abstract_params
+from pma_jax.model.loss import evaluate
+from pma_jax.runs.directory import Run
+from pma_jax.runs.snapshots import restore_params
+from pma_jax.runtime.mesh import make_mesh
+from pma_jax.studies import run_cache
+from pma_jax.studies.study import Study
+
+
+def ensemble_nats(study: Study, run: Run, end: int, count: int, part: str) -> list[float]:
+    """Return the summed loss of each document, in nats, of the `count` newest points at unit `end`; cached."""
+    evaluation = study.evaluation_config(run)
+    digest = read_sample_of_run(run, part, evaluation).digest
+    tokens = end * study.unit_tokens(run)
+
+    def measure(run: Run) -> dict[str, float]:
+        config = dataclasses.replace(run.config, evaluation=evaluation)
+        mesh = make_mesh(config.mesh)
+        evaluator, abstract = make_evaluator(config, mesh, part), abstract_params(config.model, mesh)
+        snapshots = snapshots_through(run.snapshots, tokens, config.batch_tokens)[-count:]
+        assert len(snapshots) == count, f"{run.path} has {len(snapshots)} snapshots at {tokens} tokens"
+        probabilities: Any = 0.0
+        for snapshot in snapshots:
+            with jax.set_mesh(mesh):
+                nats_RxL = evaluate(evaluator.graph, restore_params(snapshot, abstract), evaluator.batches)
+            probabilities = probabilities + np.exp(-nats_RxL.astype(np.float64)) / count
+        nats_RxL = -np.log(probabilities)[: len(evaluator.sample.windows)]
+        return {str(d): float(nats) for d, nats in enumerate(evaluator.sample.sum_by_document(nats_RxL))}
+
+    name = f"nats by document of the ensemble of {count} at {tokens} tokens, text {digest}"
+    stored = run_cache.get_or_read(run, name, measure)
+    return [stored[key] for key in sorted(stored, key=int)]
