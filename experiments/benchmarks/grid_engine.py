@@ -1,9 +1,9 @@
 """What does the local engine of `pma grid` cost over the same commands by hand?
 
 Runs of the demo's model, six by default, train two at a time: by `pma grid --parallel 2`, and as `pma train` commands
-of which two run at any time, without the grid's binding to cores. Bar: the grid takes at most 1.05 times as long. Rounds
-alternate, and the first is discarded, as it compiles what later ones read from JAX's compilation cache. The CPU seconds
-of all processes are printed too: on a machine with other work, they say more than the time.
+of which two run at any time, without the grid's binding to cores. Bar: the grid takes at most 1.05 times as long.
+Rounds alternate, and the first is discarded, as it compiles what later ones read from JAX's compilation cache. The CPU
+seconds of all processes are printed too: on a machine with other work, they say more than the time.
 
 Command:   python experiments/benchmarks/grid_engine.py SCRATCH
 
