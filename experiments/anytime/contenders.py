@@ -13,18 +13,18 @@ from pma_jax.studies.tuning import Axis, Position
 
 RATE, BATCH = "schedule.peak_rate", "training.batch_size_sequences"
 CONSTANT, INVERSE_SQRT, PARTIAL = "constant rate", "1/sqrt(t)", "partial decay"
-# Keys of a contender's configuration that do not change, and the key of its own that is tuned. The scale of a key in
-# tokens is a multiple of the tokens between two snapshots.
+# Keys of a contender's configuration that do not change, and the key of its own that is tuned. Values and scales in
+# tokens are multiples of the tokens between two snapshots.
 METHODS: dict[str, tuple[tuple[str, ...], Axis | None]] = {
     CONSTANT: ((), None),
     INVERSE_SQRT: (("schedule.decay=inverse_sqrt",), Axis("schedule.decay_start_tokens", 4, 2)),
     "schedule-free": (("optimizer.name=schedule_free_adamw",), None),
     "GPA": (("optimizer.name=gpa_adamw",), Axis("optimizer.gpa_half_life_tokens", 2, 2)),
     "SNOO": (
-        ("replicas.method=diloco", "replicas.count=1", "replicas.interval_tokens=16384"),
+        ("replicas.method=diloco", "replicas.count=1", "replicas.interval_tokens={third}"),
         Axis("replicas.diloco_rate", 0.7, 10 / 7),
     ),
-    "BEMA": (("optimizer.bema_interval_tokens=4096",), Axis("optimizer.bema_start_tokens", 2, 2)),
+    "BEMA": (("optimizer.bema_interval_tokens={twelfth}",), Axis("optimizer.bema_start_tokens", 2, 2)),
     PARTIAL: (("schedule.decay=linear",), Axis("schedule.final_rate", 0.3, 2)),
 }
 PARTIAL_SHARE = 0.5  # of the tokens over which the rate of PARTIAL decays, to a share of the peak rate
@@ -52,11 +52,18 @@ class Rival:
         """The first settings: three rates."""
         return tuple((rate, *[0] * (len(self.axes) - 1)) for rate in FIRST_RATES)
 
+    def is_allowed(self, position: Position) -> bool:
+        """Return whether a setting is one of the contender: the rate of a partial decay ends below its peak."""
+        values = [axis.value(i) for axis, i in zip(self.axes, position, strict=True)]
+        return self.name != PARTIAL or values[2] < values[0]
+
 
 def list_rivals(study: Study, size: str) -> list[Rival]:
     """Return the contenders of a size; their scales start from its configuration, which is tuned for merging."""
     config = study.trunk_config(size, study.seeds[0])
     rate, unit = config.schedule.peak_rate, config.checkpoint.interval_tokens
+    # Not less than a step of the first settings.
+    lengths = {name: max(unit // n, config.batch_tokens) for name, n in (("third", 3), ("twelfth", 12))}
     common = (Axis(RATE, rate, 2**0.5), Axis(BATCH, config.training.batch_size_sequences, 2, minimum=1))
     rivals = []
     for name, (changes, own) in METHODS.items():
@@ -67,7 +74,11 @@ def list_rivals(study: Study, size: str) -> list[Rival]:
         if own and own.key == "schedule.final_rate":
             own = dataclasses.replace(own, base=own.base * rate)
         kinds = "point,block_mean" if name in WITH_BLOCK_MEANS else "point"
-        given = (*changes, f"checkpoint.kinds={kinds}", "checkpoint.keep_states_at_tokens=()")
+        given = (
+            *(text.format(**lengths) for text in changes),
+            f"checkpoint.kinds={kinds}",
+            "checkpoint.keep_states_at_tokens=()",
+        )
         rivals.append(Rival(name, given, (*common, own) if own else common, name == PARTIAL))
     return rivals
 

@@ -111,7 +111,7 @@ def search(study: Study, size: str, rivals: Sequence[Rival]) -> tuple[dict[str, 
             for name, of_one in runs.items()
         }
 
-    contenders = [Contender(rival.name, rival.axes, rival.grid) for rival in rivals]
+    contenders = [Contender(rival.name, rival.axes, rival.grid, rival.is_allowed) for rival in rivals]
     return tuning.search(contenders, measure_on, tuning_seeds(study), FINALISTS, study.is_searched)
 
 
