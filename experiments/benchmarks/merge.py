@@ -149,7 +149,7 @@ def memory_over_imports(inputs: list[Path], scratch: Path) -> dict[str, int]:
 def safetensors_section(scratch: Path, rounds: int, count: int, cold: bool, mergekit_python: str) -> dict[str, Any]:
     """Measure merges from safetensors to safetensors, and the memory for 3 and 30 checkpoints."""
     inputs = [scratch / "safetensors" / str(number) for number in range(count)]
-    methods = ["floor", "ours", "torch loop", *(["mergekit"] if mergekit_python else [])]
+    methods = ["floor", "ours", "numpy loop", "torch loop", *(["mergekit"] if mergekit_python else [])]
     medians = measure(methods, inputs, scratch, rounds, cold, mergekit_python)
     medians |= measure(["floor of 16 recipes", "ours 16 recipes"], inputs, scratch, 1, cold)
     ratios = {f"{method} / floor": ratio(medians, method, "floor") for method in methods[1:]}

@@ -51,6 +51,22 @@ def ours(inputs: list[Path], out: Path, rows: int = 1) -> None:
     merge(merge_plan, [out / str(row) for row in range(rows)])
 
 
+def numpy_loop(inputs: list[Path], out: Path) -> None:
+    """Merge with a NumPy loop that loads each file completely and adds it in float32."""
+    import ml_dtypes  # noqa: F401  (safetensors reads bfloat16 with it)
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    first = load_file(inputs[0] / "model.safetensors")
+    total = {name: value.astype(np.float32) for name, value in first.items()}
+    for path in inputs[1:]:
+        for name, value in load_file(path / "model.safetensors").items():
+            total[name] += value.astype(np.float32)
+    merged = {name: (value / len(inputs)).astype(first[name].dtype) for name, value in total.items()}
+    out.mkdir()
+    save_file(merged, out / "model.safetensors", metadata={"format": "pt"})
+
+
 def torch_loop(inputs: list[Path], out: Path) -> None:
     """Merge with a torch loop that loads each file completely and adds it in float32."""
     import torch
@@ -130,6 +146,7 @@ METHODS: dict[str, Callable[[list[Path], Path], None]] = {
     "imports": imports,
     "ours": ours,
     "ours 16 recipes": lambda inputs, out: ours(inputs, out, rows=16),
+    "numpy loop": numpy_loop,
     "torch loop": torch_loop,
     "mergekit": mergekit,
     "decode": decode,
