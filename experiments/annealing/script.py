@@ -192,6 +192,8 @@ def describe_best(size: dict[str, Any], margin: float) -> str:
             line += f" {name_setting(shape, other)}: {verdict}."
         if chosen["is_at_edge"]:
             line += " A neighbour of the best setting was not tried."
+        if chosen["batch"] == 1:
+            line += " No smaller batch exists."
         lines.append(line)
     return "\n".join(lines)
 

@@ -28,6 +28,7 @@ METHODS: dict[str, tuple[tuple[str, ...], Axis | None]] = {
     PARTIAL: (("schedule.decay=linear",), Axis("schedule.final_rate", 0.3, 2)),
 }
 PARTIAL_SHARE = 0.5  # of the tokens over which the rate of PARTIAL decays, to a share of the peak rate
+WITHOUT_ROUTER_BIAS = ("schedule-free", "GPA")  # their optimizers refuse a mixture that has one
 WITH_BLOCK_MEANS = (CONSTANT, INVERSE_SQRT)
 WIDTHS = (2, 4, 6, 8, 12, 16, 24, 32)  # snapshots of a merge
 SIGMAS = (0.05, 0.1, 0.15)  # of power-function averages over all snapshots
@@ -67,6 +68,8 @@ def list_rivals(study: Study, size: str) -> list[Rival]:
     common = (Axis(RATE, rate, 2**0.5), Axis(BATCH, config.training.batch_size_sequences, 2, minimum=1))
     rivals = []
     for name, (changes, own) in METHODS.items():
+        if config.model.experts and config.model.router_bias and name in WITHOUT_ROUTER_BIAS:
+            continue
         if own and own.key.endswith("_tokens"):
             # A decay cannot start during the warm-up.
             minimum = config.schedule.warmup_tokens if own.key == "schedule.decay_start_tokens" else 0
