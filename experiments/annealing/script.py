@@ -106,7 +106,7 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
     grid = tuple(itertools.product(RATES, BATCHES))
     contenders = [Contender(shape, coarse_axes, grid) for shape in SHAPES]
     measure_on = functools.partial(losses, study, size, "a quarter")
-    coarse, _ = tuning.search(contenders, measure_on, study.seeds[:1], 1, study.is_searched)
+    coarse, _ = tuning.search(contenders, measure_on, study.seeds[:1], 1, study.searches_settings)
     kept = sorted(coarse, key=lambda shape: coarse[shape].mean(coarse[shape].best))[:SHAPES_KEPT]
     starts = {shape: (2 * coarse[shape].best[0], coarse[shape].best[1]) for shape in kept}
     tried, best = {COARSE: coarse}, {}
@@ -124,7 +124,7 @@ def search(
 ) -> tuple[dict[str, Tuned], dict[str, Any]]:
     """Search shapes on one seed, and measure the best settings of each on all; return them, and the best one."""
     measure_on = functools.partial(losses, study, size, horizon)
-    tuned, best = tuning.search(contenders, measure_on, study.seeds, FINALISTS, study.is_searched)
+    tuned, best = tuning.search(contenders, measure_on, study.seeds, FINALISTS, study.searches_settings)
     shape = min(best, key=lambda name: tuned[name].mean(best[name]))
     one = tuned[shape]
     setting = overrides(study, size, horizon, shape, one.contender.overrides(best[shape]))

@@ -22,11 +22,6 @@ def difference(size: dict[str, Any], rival: str, horizon: str, group: str) -> Me
     return estimate_over_documents((ours - theirs) / tokens_D, tokens_D)
 
 
-def seed_losses(measured: dict[str, Any], text: str, end: int) -> list[float]:
-    """Return the loss of a model, one per seed."""
-    return [sum(nats_D) / sum(measured["document_tokens"]) for nats_D in measured["nats"][text][str(end)]]
-
-
 def cells(size: dict[str, Any]) -> list[tuple[str, str]]:
     """List the contenders of a size with each group of their models."""
     first = next(iter(size["ends"]))
@@ -46,7 +41,9 @@ def describe_targets(size: dict[str, Any]) -> str:
     lines = []
     for horizon, target in size["target"].items():
         setting = ", ".join(f"`{key}`" for key in target["setting"])
-        lines.append(f"- {horizon}: {pages.format_mean(seed_losses(target, RAW.text, target['end']))} ({setting})")
+        lines.append(
+            f"- {horizon}: {pages.format_mean(pages.seed_losses(target, RAW.text, target['end']))} ({setting})"
+        )
     return (
         "The target, the best annealing that ends at each horizon (nats per token, mean over seeds):\n\n"
         + "\n".join(lines)

@@ -63,7 +63,7 @@ def list_rivals(study: Study, size: str) -> list[Rival]:
     """Return the contenders of a size; their scales start from its configuration, which is tuned for merging."""
     config = study.trunk_config(size, study.seeds[0])
     rate, unit = config.schedule.peak_rate, config.checkpoint.interval_tokens
-    # Not less than a step of the first settings.
+    # An interval has at least one step of the configured batch.
     lengths = {name: max(unit // n, config.batch_tokens) for name, n in (("third", 3), ("twelfth", 12))}
     common = (Axis(RATE, rate, 2**0.5), Axis(BATCH, config.training.batch_size_sequences, 2, minimum=1))
     rivals = []

@@ -43,12 +43,13 @@ DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 
 
 def plan(study: Study) -> Plan:
-    """List the first settings of the search; what follows depends on their losses, and is estimated."""
+    """List the target and the first settings of the search; what follows depends on their losses, and is estimated."""
     work: list[PlannedRun | OtherWork] = []
     for size in study.sizes:
+        work += [run for of in target_runs(study, size).values() for run in of]
         rivals, seeds = list_rivals(study, size), tuning_seeds(study)
         for rival in rivals:
-            for position in rival.grid if study.is_searched else rival.grid[:1]:
+            for position in rival.grid if study.searches_settings else rival.grid[:1]:
                 work += tuning_runs(study, size, rival, tuning.overrides(rival.axes, position), seeds[0])
         more = len(rivals) * (EXPECTED_SETTINGS - len(FIRST_RATES) + FINALISTS * (len(seeds) - 1))
         total = study.trunk_config(size, study.seeds[0]).training.total_tokens
@@ -56,8 +57,8 @@ def plan(study: Study) -> Plan:
         work.append(OtherWork(f"{size}, the rest of the search", size, seeds[0], more * total, more * read))
         for seed in study.seeds:
             cells = [c for end in ends(study).values() for of in groups(rivals[0].name, end).values() for c in of]
-            trained, read = (len(rivals) + 2) * total, len(rivals) * len(cells) * study.evaluation_tokens // 2
-            work.append(OtherWork(f"{size}, the contenders and the target", size, seed, trained, read))
+            trained, read = (len(rivals) + 1) * total, len(rivals) * len(cells) * study.evaluation_tokens // 2
+            work.append(OtherWork(f"{size}, the best settings", size, seed, trained, read))
     return work
 
 
@@ -79,17 +80,15 @@ def measure(study: Study) -> dict[str, Any]:
 def measure_size(study: Study, size: str) -> dict[str, Any]:
     """Search the contenders of a size, train the best setting of each and the target, and read their losses."""
     rivals = list_rivals(study, size)
-    targets = target_runs(study, size)
     tried, best = search(study, size, rivals)
     settings = {rival.name: tuning.overrides(rival.axes, best[rival.name]) for rival in rivals}
     measured = {rival.name: measure_rival(study, size, rival, settings[rival.name]) for rival in rivals}
-    complete_all(study, [run for of in targets.values() for run in of], study.workers)
     return study.describe_size(size) | {
         "ends": ends(study),
         "tried": {name: describe(one, best[name]) for name, one in tried.items()},
         "settings": settings,
         "rivals": measured,
-        "target": {horizon: read_target(study, runs) for horizon, runs in targets.items()},
+        "target": {horizon: read_target(study, runs) for horizon, runs in target_runs(study, size).items()},
     }
 
 
@@ -112,7 +111,7 @@ def search(study: Study, size: str, rivals: Sequence[Rival]) -> tuple[dict[str, 
         }
 
     contenders = [Contender(rival.name, rival.axes, rival.grid, rival.is_allowed) for rival in rivals]
-    return tuning.search(contenders, measure_on, tuning_seeds(study), FINALISTS, study.is_searched)
+    return tuning.search(contenders, measure_on, tuning_seeds(study), FINALISTS, study.searches_settings)
 
 
 def tuning_runs(study: Study, size: str, rival: Rival, setting: Sequence[str], seed: int) -> list[PlannedRun]:
@@ -223,7 +222,7 @@ def target_runs(study: Study, size: str) -> dict[str, list[PlannedRun]]:
     runs = {}
     for horizon, divisor in HORIZONS.items():
         total = study.trunk_config(size, study.seeds[0]).training.total_tokens // divisor
-        if study.is_searched:
+        if study.searches_settings:
             units, setting = read_annealing(study, size, horizon, total)
         else:  # a test: the search of the annealing would take longer
             units = study.units // 4

@@ -20,7 +20,7 @@ TEN_MILLION = (
     "--set model.width=384 model.layers=6 model.heads=6 model.kv_heads=6 model.head_dim=64 model.hidden=1024 "
     "training.sequence_length_tokens=32"
 )
-# Name -> the script, its options, and those with --quick; None: it is left out then.
+# Name -> the script, its options, and those with --quick; None: --quick does not run it.
 BENCHMARKS: dict[str, tuple[str, str, str | None]] = {
     "averager": ("averager.py", "", "--rounds 1"),
     "train": ("train.py", "--rounds 15", "--rounds 3 --shapes demo"),

@@ -61,7 +61,7 @@ def plan(study: Study) -> Plan:
     methods, cells = method_searches(ground), cell_searches(ground, {})
     tried = len(methods) * EXPECTED_METHOD_SETTINGS + len(cells) * EXPECTED_CELL_SETTINGS
     contenders = len(methods) + len(cells)
-    for index, seed in enumerate(tuning_seeds(study) if study.is_searched else ()):
+    for index, seed in enumerate(tuning_seeds(study) if study.searches_settings else ()):
         # The grid is listed above, on the first seed; the others have the best settings only.
         listed, expected = (0, contenders * FINALISTS) if index else (contenders * len(RATE_GRID), tried)
         more = max(expected - max(done[seed], listed), 0)

@@ -73,7 +73,7 @@ def search_runs(
 
 def first_runs(study: Study, ground: Ground) -> list[PlannedRun]:
     """List the runs of the first settings of all contenders; none if rates are not searched."""
-    if not study.is_searched:
+    if not study.searches_settings:
         return []
     later = twice_the_workers(ground, {})  # their outer rates are not known yet
     cells = [search for name, search in cell_searches(ground, {}).items() if name not in later]
@@ -101,7 +101,7 @@ def outer_rates(methods: dict[str, Any]) -> dict[str, list[str]]:
 
 def search_group(study: Study, ground: Ground, searches: dict[str, Search]) -> dict[str, Any]:
     """Search the best setting of each contender."""
-    if not study.is_searched:
+    if not study.searches_settings:
         first = {name: (0,) * len(search.axes) for name, search in searches.items()}
         return {
             name: {"best": tuning.overrides(search.axes, first[name]), "tried": []} for name, search in searches.items()

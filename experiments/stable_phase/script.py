@@ -98,11 +98,6 @@ def difference(measured: dict[str, Any], first: str, second: str, end: int) -> M
     return estimate_over_documents((np.array(a) - np.array(b)) / tokens_D, tokens_D)
 
 
-def seed_losses(measured: dict[str, Any], text: str, end: int) -> list[float]:
-    """Return the loss of a merge, one per seed."""
-    return [sum(nats_D) / sum(measured["document_tokens"]) for nats_D in measured["nats"][text][str(end)]]
-
-
 def report(results: dict[str, Any]) -> str:
     """Format the gain of each window along each trunk, the comparison of windows, and what each change made."""
     return "\n\n".join(
@@ -127,7 +122,7 @@ def format_gains(results: dict[str, Any]) -> str:
             shown = [measured.get((cell.text, end)) for cell in MERGES]
             cells = [pages.format_interval(gain.interval()) if gain else "too few snapshots" for gain in shown]
             tokens = f"{end * size['unit_tokens'] / 1e6:.2f}M"
-            rows.append([name, tokens, pages.format_mean(seed_losses(size, RAW.text, end)), *cells])
+            rows.append([name, tokens, pages.format_mean(pages.seed_losses(size, RAW.text, end)), *cells])
     header = ["size", "tokens", "raw loss", *(f"raw − SMA of {w}" for w in WINDOWS)]
     note = (
         "Losses in nats per token. Positive: merging is better. Each gain is the mean over "
@@ -164,8 +159,8 @@ def format_windows(results: dict[str, Any]) -> str:
             if estimate:
                 verdict = pages.describe_difference(estimate, margin)
                 lines.append(f"- {name}, SMA of {cell.window} at the end, against that of {DEFAULT_WINDOW}: {verdict}.")
-        raw, merged = (seed_losses(size, text, end) for text in (RAW.text, DEFAULT.text))
-        chosen, losses = choose_leaving_one_out({cell.text: seed_losses(size, cell.text, end) for cell in MERGES})
+        raw, merged = (pages.seed_losses(size, text, end) for text in (RAW.text, DEFAULT.text))
+        chosen, losses = choose_leaving_one_out({cell.text: pages.seed_losses(size, cell.text, end) for cell in MERGES})
         gain = pages.format_interval(paired_estimate(raw, losses).interval())
         lines.append(
             f"- {name}: the window that is best on the other seeds ({', '.join(dict.fromkeys(chosen))}) gains {gain} "
@@ -188,7 +183,7 @@ def format_variants(results: dict[str, Any]) -> str:
         if name == RAW_TUNED and has_one_setting(results):
             continue
         estimate = difference(variant, RAW.text, DEFAULT.text, end)
-        raw, merged = (seed_losses(variant, text, end) for text in (RAW.text, DEFAULT.text))
+        raw, merged = (pages.seed_losses(variant, text, end) for text in (RAW.text, DEFAULT.text))
         over_seeds = pages.format_interval(paired_estimate(raw, merged).interval())
         rows.append(
             [
@@ -235,8 +230,8 @@ def format_own_best(results: dict[str, Any]) -> str:
             "best ([tuning](../tuning/README.md))."
         )
     gain = pages.format_interval(own_best(results).interval())
-    raw, merged = (seed_losses(measured[TUNED], text, end) for text in (RAW.text, DEFAULT.text))
-    saved = np.subtract(raw, seed_losses(measured[RAW_TUNED], RAW.text, end))
+    raw, merged = (pages.seed_losses(measured[TUNED], text, end) for text in (RAW.text, DEFAULT.text))
+    saved = np.subtract(raw, pages.seed_losses(measured[RAW_TUNED], RAW.text, end))
     share = ratio_of_means(saved, np.subtract(raw, merged))
     shown = (
         f" Tuning the raw model separately recovers {pages.format_percent_interval(share)} of that of merging."

@@ -209,6 +209,12 @@ def update_index(folder: Path) -> None:
             path.write_text(replace_results(path.read_text(), text(folder)))
 
 
+def seed_losses(measured: Mapping[str, Any], text: str, end: int) -> list[float]:
+    """Return the loss of a merge at a unit, one per seed, from what `Study.document_losses_over_seeds` returned."""
+    tokens = sum(measured["document_tokens"])
+    return [sum(nats_D) / tokens for nats_D in measured["nats"][text][str(end)]]
+
+
 def to_choose_by(measured: dict[str, Any], key: str = "losses") -> Any:
     """Return the losses on the part `select`, by which the best is chosen, of an entry of results.json.
 

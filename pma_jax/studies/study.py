@@ -55,7 +55,7 @@ class Study:
     runs_used: dict[str, Run] = dataclasses.field(default_factory=dict)  # by path
 
     @property
-    def is_searched(self) -> bool:
+    def searches_settings(self) -> bool:
         """Whether experiments search settings; with fewer units, as in tests, they take the first ones."""
         return self.units >= FEWEST_UNITS
 

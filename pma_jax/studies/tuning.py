@@ -155,7 +155,7 @@ def search(
     measure_on: Callable[[Sequence[int], dict[str, list[list[str]]]], dict[str, list[list[float]]]],
     seeds: Sequence[int],
     finalists: int,
-    goes_on: bool = True,
+    follow_neighbours: bool = True,
 ) -> tuple[dict[str, Tuned], dict[str, Position]]:
     """Search the best setting of each contender on the first seed, and choose among the best ones on all seeds.
 
@@ -164,12 +164,13 @@ def search(
         measure_on: As `Measure`, on the seeds of its first argument.
         seeds: Tuning seeds; the search is on the first of them.
         finalists: Settings of each contender that are measured on all seeds.
-        goes_on: Whether the search goes on from the first settings (`tune`); tests of experiments measure one only.
+        follow_neighbours: Whether neighbours of the best setting are measured (`tune`); if not, only the first setting
+            of each contender is.
 
     Returns:
         The settings of each contender with their losses, which finalists have on all seeds; and the best finalist.
     """
-    if goes_on:
+    if follow_neighbours:
         tuned = tune(contenders, functools.partial(measure_on, seeds[:1]))
     else:
         tuned = {one.name: Tuned(one, {}) for one in contenders}

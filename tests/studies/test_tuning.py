@@ -91,7 +91,7 @@ def test_a_search_on_one_seed_chooses_among_its_best_settings_on_all():
     assert best == {"raw": (1,)}, "the best on all seeds, not that on the first"
     assert tuned["raw"].losses == {(0,): [1.0, 2.0, 2.0], (1,): [1.1, 1.0, 1.0], (-1,): [3.0]}
     assert {value for seed, value in seen if seed != 100} == {1.0, 2.0} and len(seen) == 7
-    tuned, best = search([contender], measure_on, (100, 101), 2, goes_on=False)
+    tuned, best = search([contender], measure_on, (100, 101), 2, follow_neighbours=False)
     assert best == {"raw": (0,)} and list(tuned["raw"].losses) == [(0,)], "the first setting is taken"
 
 
