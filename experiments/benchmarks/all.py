@@ -33,6 +33,7 @@ BENCHMARKS: dict[str, tuple[str, str, str | None]] = {
     "safety": ("safety.py", "", "--rounds 40 --starts 1"),
     "sweep": ("sweep.py", SCRATCH, f"{SCRATCH} --rounds 2"),
     "snapshots": ("snapshots.py", "", "--rounds 1 --tokens 6e5"),
+    "saves": ("saves.py", SCRATCH, f"{SCRATCH} --rounds 5"),
     "small_merges": ("small_merges.py", SCRATCH, f"{SCRATCH} --tensors 10000 --rounds 5"),
     "merge": ("merge.py", SCRATCH, f"{SCRATCH} --rounds 3 --sections safetensors"),
     "grid": ("grid.py", SCRATCH, f"{SCRATCH} --megabytes 20 --rounds 2"),

@@ -139,7 +139,8 @@ def _base_bytes(leaves: int, units: int, sources: int, recipes: int, is_alone: b
 
 def _block_elements(sources: Sequence[CheckpointSource], recipe_count: int) -> int:
     shared_cache_elements = max(MIN_BLOCK_ELEMENTS, _CACHED_ELEMENTS // (recipe_count + len(sources)))
-    block_elements = BLOCK_ELEMENTS if recipe_count == 1 else shared_cache_elements
+    # A power of two, so that reads and writes start at multiples of a page.
+    block_elements = BLOCK_ELEMENTS if recipe_count == 1 else 1 << shared_cache_elements.bit_length() - 1
     largest_elements = max((leaf.elements for leaf in sources[0].leaves.values()), default=0)
     return min(block_elements, max(MIN_BLOCK_ELEMENTS, largest_elements))
 

@@ -172,12 +172,13 @@ def combine_staged(scratch: Scratch, totals: np.ndarray, weights: RowFactors, ul
     staged = scratch.stack[:, : totals[0].nbytes].view(totals.dtype)
     multipliers = weights.multipliers.astype(totals.dtype)
     is_exact = _einsum_rounds_products()
+    bits = np.dtype(f"u{totals.itemsize}")
     for strip in _strips(totals):
         part = totals[:, strip]
         # Takes a third of the time of one NumPy call per row and source.
         np.einsum("rk,kn->rn", multipliers, staged[:, strip], out=part)
-        # einsum starts from zero, so that sums of -0.0 become +0.0. Sums with a zero are therefore computed again.
-        if not is_exact or not part.all():
+        # einsum starts from +0.0, so that sums of -0.0 become +0.0. Sums with a +0.0 are therefore computed again.
+        if not is_exact or not part.view(bits).min():
             for source, wide in enumerate(staged[:, strip]):
                 _add_source(scratch, part, wide, weights, source)
         for row, total in enumerate(part):
