@@ -100,7 +100,7 @@ def _save_plain(folder: Path, params: Any, number: int) -> Seconds:
     clock = _Clock()
     for leaf, array in enumerate(jax.tree.leaves(params)):
         file = folder / f"{number}.{leaf}"
-        file.write_bytes(memoryview(np.asarray(array)).cast("B"))
+        file.write_bytes(np.asarray(array).tobytes())
         fsync_path(epath.Path(file))
     return Seconds(clock.wall(), clock.wall(), clock.cpu())
 
