@@ -77,7 +77,8 @@ def runs_of(
     for shape, of_one in settings.items():
         for setting in of_one:
             changes = (*overrides(study, size, horizon, shape, setting), "checkpoint.kinds=point")
-            planned += [PlannedRun(size, seed, changes, None, (evaluation,), UNITS) for seed in seeds]
+            run = PlannedRun(size, seeds[0], changes, None, (evaluation,), UNITS, keeps_snapshots=False)
+            planned += [dataclasses.replace(run, seed=seed) for seed in seeds]
     return planned
 
 
@@ -238,30 +239,28 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         for shape, settings in tried.items():
             if shape != best["shape"]:
                 cost = pages.format_difference(settings[0]["losses"], best["losses"])
-                effects.append(f"{name}: {shape} less {best['shape']} {cost} nats")
+                effects.append(f"{name}: {shape} {cost} nats")
     return IndexRow(
         0,
         "Annealing: which shape, length, rate and batch?",
         "none: the target of the comparisons with merging",
-        f"lowest loss at all tokens: {'; '.join(found)}",
-        f"the best of the other shape, at all tokens: {'; '.join(effects)}",
+        f"the lowest loss has {'; '.join(found)}",
+        f"the best of the other shape, less the best: {'; '.join(effects)}",
     )
 
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """Draw the loss of each shape against the rate on the first seed, a line per batch."""
+    """Draw the loss of each shape against the rate on the first seed, with the best batch at each rate."""
     panels = []
     for name, size in results["sizes"].items():
         for stage, shapes in size["tried"].items():
             lines = []
             for shape, settings in shapes.items():
-                finite = sorted((one for one in settings if one["losses"]), key=lambda one: one["rate"])
-                for batch in sorted({one["batch"] for one in finite}):
-                    row = [one for one in finite if one["batch"] == batch]
-                    rates, on_first = [one["rate"] for one in row], [one["losses"][0] for one in row]
-                    lines.append(Line(f"{shape}, batch {batch:g}", rates, on_first))
-            title = f"{name}, {stage}: nats per token on the first seed"
-            panels.append(LinePanel(title, "peak learning rate", lines, log_x=True))
+                finite = [one for one in settings if one["losses"]]
+                rates = sorted({one["rate"] for one in finite})
+                lowest = [min(one["losses"][0] for one in finite if one["rate"] == rate) for rate in rates]
+                lines.append(Line(shape, rates, lowest))
+            panels.append(LinePanel(f"{name}, {stage}: nats per token", "peak learning rate", lines, log_x=True))
     return {"figure.png": to_png(draw_lines(panels, columns=2))}
 
 

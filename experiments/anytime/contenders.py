@@ -30,9 +30,9 @@ METHODS: dict[str, tuple[tuple[str, ...], Axis | None]] = {
 PARTIAL_SHARE = 0.5  # of the tokens over which the rate of PARTIAL decays, to a share of the peak rate
 WITHOUT_ROUTER_BIAS = ("schedule-free", "GPA")  # their optimizers refuse a mixture that has one
 WITH_BLOCK_MEANS = (CONSTANT, INVERSE_SQRT)
-WIDTHS = (2, 4, 6, 8, 12, 16, 24, 32)  # snapshots of a merge
+WIDTHS = (2, 4, 8, 12, 16, 24, 32)  # snapshots of a merge
 SIGMAS = (0.05, 0.1, 0.15)  # of power-function averages over all snapshots
-LAGS = (0.0, 0.25, 0.5, 0.75)  # of the fits with two parameters, width and lag; plain means have a lag of 1
+LAGS = (0.25, 0.5, 0.75)  # of the fits with two parameters, width and lag; plain means have a lag of 1
 FIRST_RATES = (-2, 0, 2)  # positions of the first settings, factors of 2; the search goes on in factors of sqrt 2
 MODEL, POINTS, BLOCKS = "its model", "merge of points", "merge of block means"
 ENSEMBLES = (1, 2, 4, 8)  # points of an ensemble: the largest that half of a horizon has
@@ -107,10 +107,11 @@ def merges(kind: str, end: int) -> list[Cell]:
 
 
 def horizon_changes(study: Study, size: str, rival: Rival, setting: Sequence[str], divisor: int) -> tuple[str, ...]:
-    """Return the changes of a contender's run that ends at one of the horizons, if it needs one."""
-    changes = (*rival.changes, *setting)
-    if not rival.needs_horizon:
-        return changes
+    """Return the changes of a contender's run that ends at a horizon, given by the divisor of the size's tokens."""
     total = study.trunk_config(size, study.seeds[0]).training.total_tokens // divisor
-    start = round(total * (1 - PARTIAL_SHARE))
-    return (*changes, f"training.total_tokens={total}", f"schedule.decay_start_tokens={start}")
+    changes = (*rival.changes, *setting)
+    if divisor > 1 or rival.needs_horizon:
+        changes += (f"training.total_tokens={total}",)
+    if rival.needs_horizon:
+        changes += (f"schedule.decay_start_tokens={round(total * (1 - PARTIAL_SHARE))}",)
+    return changes

@@ -3,6 +3,7 @@
 Command:   python experiments/anytime/script.py --runs runs/science --jobs 2 --sizes science_small
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from contenders import (
     list_rivals,
     tuning_cells,
 )
+from costs import costs
 from ensembles import ensemble_nats
 
 from pma_jax.config.errors import UserError
@@ -37,7 +39,8 @@ from pma_jax.studies.tuning import TUNING_SEEDS, Contender, Tuned
 
 HORIZONS = {"a quarter": 4, "half": 2, "all": 1}  # of the size's tokens: name -> divisor
 ANNEALING = Path(__file__).resolve().parents[1] / "annealing" / "results.json"
-FINALISTS = 3  # settings of each contender that are measured on all tuning seeds
+SEARCHED = ("a quarter",)  # the horizons of the search on the first tuning seed
+FINALISTS = 3  # settings of each contender that are measured at all horizons, on all tuning seeds
 EXPECTED_SETTINGS = 14  # of a contender on the first seed, for the estimate of the machine time
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 
@@ -47,18 +50,32 @@ def plan(study: Study) -> Plan:
     work: list[PlannedRun | OtherWork] = []
     for size in study.sizes:
         work += [run for of in target_runs(study, size).values() for run in of]
-        rivals, seeds = list_rivals(study, size), tuning_seeds(study)
+        rivals, seeds, tokens = list_rivals(study, size), tuning_seeds(study), study.evaluation_tokens
         for rival in rivals:
             for position in rival.grid if study.searches_settings else rival.grid[:1]:
-                work += tuning_runs(study, size, rival, tuning.overrides(rival.axes, position), seeds[0])
-        more = len(rivals) * (EXPECTED_SETTINGS - len(FIRST_RATES) + FINALISTS * (len(seeds) - 1))
+                setting = tuning.overrides(rival.axes, position)
+                work += tuning_runs(study, size, rival, setting, seeds[0], SEARCHED)
         total = study.trunk_config(size, study.seeds[0]).training.total_tokens
-        read = sum(len(tuning_cells(end)) for end in ends(study).values()) * study.evaluation_tokens // 2
-        work.append(OtherWork(f"{size}, the rest of the search", size, seeds[0], more * total, more * read))
+        more = len(rivals) * (EXPECTED_SETTINGS - len(FIRST_RATES))
+        cells = sum(len(tuning_cells(ends(study)[horizon])) for horizon in SEARCHED)
+        work.append(
+            OtherWork(
+                f"{size}, the rest of the search",
+                size,
+                seeds[0],
+                more * total // HORIZONS[SEARCHED[-1]],
+                more * cells * tokens // 2,
+            )
+        )
+        cells = sum(len(tuning_cells(end)) for end in ends(study).values())
+        for seed in seeds:
+            runs = FINALISTS * len(rivals)
+            choices = sum(len(of) for rival in rivals for of in choices_of(study, rival).values())
+            read = (runs * cells + choices) * tokens // 2
+            work.append(OtherWork(f"{size}, finalists", size, seed, runs * total, read))
         for seed in study.seeds:
-            cells = [c for end in ends(study).values() for of in groups(rivals[0].name, end).values() for c in of]
-            trained, read = (len(rivals) + 1) * total, len(rivals) * len(cells) * study.evaluation_tokens // 2
-            work.append(OtherWork(f"{size}, the best settings", size, seed, trained, read))
+            read = len(HORIZONS) * (len(rivals) * len(groups(CONSTANT, study.units)) + sum(ENSEMBLES)) * tokens
+            work.append(OtherWork(f"{size}, the best settings", size, seed, (len(rivals) + 1) * total, read))
     return work
 
 
@@ -88,6 +105,7 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
         "tried": {name: describe(one, best[name]) for name, one in tried.items()},
         "settings": settings,
         "rivals": measured,
+        "costs": costs(study, size, rivals, settings),
         "target": {horizon: read_target(study, runs) for horizon, runs in target_runs(study, size).items()},
     }
 
@@ -99,9 +117,11 @@ def search(study: Study, size: str, rivals: Sequence[Rival]) -> tuple[dict[str, 
     """Search the setting of each contender with the lowest mean loss over the horizons, of its best model at each."""
     by_name = {rival.name: rival for rival in rivals}
 
-    def measure_on(seeds: Sequence[int], settings: dict[str, list[list[str]]]) -> dict[str, list[list[float]]]:
+    def measure_on(
+        seeds: Sequence[int], settings: dict[str, list[list[str]]], horizons: Sequence[str] = tuple(HORIZONS)
+    ) -> dict[str, list[list[float]]]:
         runs = {
-            name: [[tuning_runs(study, size, by_name[name], setting, seed) for seed in seeds] for setting in of_one]
+            name: [[tuning_runs(study, size, by_name[name], one, seed, horizons) for seed in seeds] for one in of_one]
             for name, of_one in settings.items()
         }
         complete_all(study, [run for of in runs.values() for one in of for seed in one for run in seed], study.workers)
@@ -111,28 +131,43 @@ def search(study: Study, size: str, rivals: Sequence[Rival]) -> tuple[dict[str, 
         }
 
     contenders = [Contender(rival.name, rival.axes, rival.grid, rival.is_allowed) for rival in rivals]
-    return tuning.search(contenders, measure_on, tuning_seeds(study), FINALISTS, study.searches_settings)
+    seeds = tuning_seeds(study)
+    measure_first = functools.partial(measure_on, seeds[:1], horizons=SEARCHED)
+    return tuning.search(contenders, measure_on, seeds, FINALISTS, study.searches_settings, measure_first)
 
 
-def tuning_runs(study: Study, size: str, rival: Rival, setting: Sequence[str], seed: int) -> list[PlannedRun]:
-    """List the runs of a setting on a tuning seed: one per horizon, or one for all."""
-    cells = {horizon: tuning_cells(end) for horizon, end in ends(study).items()}
-    return list_runs(study, size, rival, setting, seed, cells)
+def tuning_runs(
+    study: Study, size: str, rival: Rival, setting: Sequence[str], seed: int, horizons: Sequence[str]
+) -> list[PlannedRun]:
+    """List the runs of a setting on a tuning seed; of those of the search, only the losses are kept."""
+    cells = {horizon: tuning_cells(ends(study)[horizon]) for horizon in horizons}
+    runs = list_runs(study, size, rival, setting, seed, cells, SELECT)
+    keeps_snapshots = tuple(horizons) != SEARCHED
+    return [dataclasses.replace(run, keeps_snapshots=keeps_snapshots) for run in runs]
 
 
 def list_runs(
-    study: Study, size: str, rival: Rival, setting: Sequence[str], seed: int, cells: dict[str, list[Cell]]
+    study: Study, size: str, rival: Rival, setting: Sequence[str], seed: int, cells: dict[str, list[Cell]], part: str
 ) -> list[PlannedRun]:
-    """List the runs of a setting, whose models are judged on the part `select`: one per horizon, or one for all."""
-    judged = {horizon: PlannedEvaluation(tuple(cells[horizon]), (end,), SELECT) for horizon, end in ends(study).items()}
-    groups_of_horizons = [[horizon] for horizon in HORIZONS] if rival.needs_horizon else [list(HORIZONS)]
-    runs = []
+    """List the runs of a setting: one per horizon, or one for all.
+
+    Args:
+        study: The study.
+        size: The size.
+        rival: The contender.
+        setting: Its setting.
+        seed: The seed.
+        cells: The models that are judged at each horizon, the last horizon last.
+        part: The part of the held-out text on which they are judged; of `select`, half of the study's tokens.
+    """
+    judged = {horizon: PlannedEvaluation(tuple(of), (ends(study)[horizon],), part) for horizon, of in cells.items()}
+    groups_of_horizons = [[horizon] for horizon in cells] if rival.needs_horizon else [list(cells)]
+    runs, tokens = [], study.evaluation_tokens // 2 if part == SELECT else 0
     for together in groups_of_horizons:
         last = together[-1]
         changes = horizon_changes(study, size, rival, setting, HORIZONS[last])
         evaluations = tuple(judged[horizon] for horizon in together)
-        units, tokens = ends(study)[last], study.evaluation_tokens // 2
-        runs.append(PlannedRun(size, seed, changes, None, evaluations, units, tokens))
+        runs.append(PlannedRun(size, seed, changes, None, evaluations, ends(study)[last], tokens))
     return runs
 
 
@@ -172,32 +207,46 @@ def describe(tuned: Tuned, best: tuning.Position) -> list[dict[str, Any]]:
 # --- The results ------------------------------------------------------------------------------------------------------
 
 
+def choices_of(study: Study, rival: Rival) -> dict[str, list[Cell]]:
+    """Return all models of a contender at each horizon."""
+    return {
+        horizon: [cell for group in groups(rival.name, end).values() for cell in group]
+        for horizon, end in ends(study).items()
+    }
+
+
+def choose(study: Study, size: str, rival: Rival, setting: Sequence[str]) -> dict[str, dict[str, Cell]]:
+    """Choose the best model of each group at each horizon, on the tuning seeds and the part `select`."""
+    cells = choices_of(study, rival)
+    runs = [list_runs(study, size, rival, setting, seed, cells, SELECT) for seed in tuning_seeds(study)]
+    complete_all(study, [run for of in runs for run in of], study.workers)
+    losses, chosen = [read_select(study, of) for of in runs], {}
+    for i, (horizon, end) in enumerate(ends(study).items()):
+        chosen[horizon] = {}
+        for group, listed in groups(rival.name, end).items():
+            # A fit needs more snapshots than others.
+            means = {cell: np.mean([of[i][cell.text] for of in losses]) for cell in listed if cell.text in losses[0][i]}
+            chosen[horizon][group] = min(means, key=means.__getitem__)
+    return chosen
+
+
 def measure_rival(study: Study, size: str, rival: Rival, setting: Sequence[str]) -> dict[str, Any]:
-    """Return the losses of a contender's models at each horizon: of each group, that which `select` has as the best.
+    """Return the losses of the chosen models of a contender at each horizon.
 
     Returns:
         {horizon: "chosen": {group: text of the merge}, and the losses on the part `report` as
         `Study.document_losses_over_seeds` returns them}.
     """
-    cells = {
-        horizon: [cell for group in groups(rival.name, end).values() for cell in group]
-        for horizon, end in ends(study).items()
-    }
-    runs = {seed: list_runs(study, size, rival, setting, seed, cells) for seed in study.seeds}
+    chosen = choose(study, size, rival, setting)
+    cells = {horizon: list(dict.fromkeys(of.values())) for horizon, of in chosen.items()}
+    runs = {seed: list_runs(study, size, rival, setting, seed, cells, REPORT) for seed in study.seeds}
     complete_all(study, [run for of in runs.values() for run in of], study.workers)
-    on_select = [read_select(study, of) for of in runs.values()]
     measured = {}
     for i, (horizon, end) in enumerate(ends(study).items()):
-        chosen = {}
-        for group, listed in groups(rival.name, end).items():
-            means = {
-                cell: np.mean([of[i][cell.text] for of in on_select]) for cell in listed if cell.text in on_select[0][i]
-            }
-            chosen[group] = min(means, key=means.__getitem__)
         which = i if rival.needs_horizon else 0
         get = functools.partial(get_run, study, {seed: of[which] for seed, of in runs.items()})
-        losses = study.document_losses_over_seeds(get, list(dict.fromkeys(chosen.values())), [end], REPORT)
-        texts = {group: cell.text for group, cell in chosen.items()}
+        losses = study.document_losses_over_seeds(get, cells[horizon], [end], REPORT)
+        texts = {group: cell.text for group, cell in chosen[horizon].items()}
         if rival.name == CONSTANT:
             count = max(n for n in ENSEMBLES if n <= end // 2)
             each = [ensemble_nats(study, get(seed), end, count, REPORT) for seed in study.seeds]

@@ -66,6 +66,7 @@ class PlannedRun:
     units: int = 0  # per trunk; 0: those of the study
     evaluation_tokens: int = 0  # held-out tokens of the evaluations; 0: those of the study
     readings: tuple[str, ...] = ()  # names of what the experiment reads of the snapshots; see `run_cache.get_or_read`
+    keeps_snapshots: bool = True  # if not, only its losses are kept once they are known
 
     @property
     def name(self) -> str:
@@ -115,6 +116,8 @@ class PlannedRun:
         run = self.get(study)
         for planned in self.evaluations:
             self.study(study).document_losses(run, planned.cells, planned.ends, planned.part)
+        if not self.keeps_snapshots and not run_cache.has_losses_only(run):
+            run_cache.keep_losses_only(run)
 
     def _remove_recorded(self, study: Study) -> None:
         """Remove the run, and the trunk from which it will be forked, where the cache has only their losses."""

@@ -190,6 +190,20 @@ def remove_recorded(run: Run) -> None:
             run.path.rmtree()
 
 
+def keep_losses_only(run: Run) -> None:
+    """Remove the snapshots and states of a finished run, and keep its losses, as for a search that trains many runs.
+
+    Whatever needs more of the run trains it again.
+    """
+    entry = run.path.parent
+    with lock.hold(entry, wait=True):
+        # First: an entry that is marked and still has snapshots is harmless.
+        update_json(entry / TRAINED, Trained, lambda trained: {**trained, "has_losses_only": True})
+        for path in (*run.path.iterdir(), entry / "merged"):
+            if path.is_dir():
+                path.rmtree()
+
+
 def finished_runs(cache: epath.PathLike) -> Iterator[Run]:
     """Yield the finished runs of the cache."""
     for path in sorted(absolute_path(cache).glob("*/run")):

@@ -195,10 +195,22 @@ def find_clear(estimates: Sequence[MeanEstimate], false_discovery_rate: float = 
 
     Of the differences that it returns as clear, on average at most the given share is 0 in truth.
     """
-    if not estimates:
+    return _reject([estimate.p_value() for estimate in estimates], false_discovery_rate)
+
+
+def find_equal(estimates: Sequence[MeanEstimate], margin: float, false_discovery_rate: float = 0.05) -> list[bool]:
+    """Return which differences of a table are within `margin` of 0, by two one-sided tests each.
+
+    As for `find_clear`, of those that it returns on average at most the given share is not.
+    """
+    return _reject([estimate.equivalence_p_value(margin) for estimate in estimates], false_discovery_rate)
+
+
+def _reject(p_values: Sequence[float], false_discovery_rate: float) -> list[bool]:
+    """Return which hypotheses Benjamini and Hochberg's procedure rejects."""
+    if not p_values:
         return []
-    adjusted = scipy.stats.false_discovery_control([estimate.p_value() for estimate in estimates])
-    return (adjusted <= false_discovery_rate).tolist()
+    return (scipy.stats.false_discovery_control(p_values) <= false_discovery_rate).tolist()
 
 
 def power(difference: float, deviation: float, count: int, significance: float = 0.05) -> float:

@@ -6,7 +6,8 @@ setting so far, those along the first axes first. It ends when the best setting 
 all its neighbours on these seeds, so that no best setting is at the edge of what was tried.
 
 The settings of a round are measured together, those of all contenders, so that their runs can be trained at the same
-time. A search on one seed is cheaper: `measure_best` then measures the best settings of each contender on more seeds.
+time. A search on one seed is cheaper, and on less training more so: `search` then measures the best settings of each
+contender on more seeds and in full (successive halving).
 """
 
 import dataclasses
@@ -156,6 +157,7 @@ def search(
     seeds: Sequence[int],
     finalists: int,
     follow_neighbours: bool = True,
+    measure_first: Measure | None = None,
 ) -> tuple[dict[str, Tuned], dict[str, Position]]:
     """Search the best setting of each contender on the first seed, and choose among the best ones on all seeds.
 
@@ -166,16 +168,25 @@ def search(
         finalists: Settings of each contender that are measured on all seeds.
         follow_neighbours: Whether neighbours of the best setting are measured (`tune`); if not, only the first setting
             of each contender is.
+        measure_first: How the settings of the search are judged, as on fewer tokens. The finalists are then measured
+            with `measure_on` on all seeds, the first of them too. By default, that is `measure_on` on the first seed.
 
     Returns:
         The settings of each contender with their losses, which finalists have on all seeds; and the best finalist.
     """
+    is_shorter = measure_first is not None
+    measure_first = measure_first or functools.partial(measure_on, seeds[:1])
     if follow_neighbours:
-        tuned = tune(contenders, functools.partial(measure_on, seeds[:1]))
+        tuned = tune(contenders, measure_first)
     else:
         tuned = {one.name: Tuned(one, {}) for one in contenders}
-        _add_losses(tuned, {one.name: [one.grid[0]] for one in contenders}, functools.partial(measure_on, seeds[:1]))
-    best = measure_best(tuned, functools.partial(measure_on, seeds[1:]), finalists)
+        _add_losses(tuned, {one.name: [one.grid[0]] for one in contenders}, measure_first)
+    if is_shorter:
+        kept = {name: sorted(one.losses, key=one.mean)[:finalists] for name, one in tuned.items()}
+        best = {name: Tuned(one.contender, {}) for name, one in tuned.items()}
+        _add_losses(best, kept, functools.partial(measure_on, seeds))
+    else:
+        best = measure_best(tuned, functools.partial(measure_on, seeds[1:]), finalists)
     for name, one in best.items():
         tuned[name].losses.update(one.losses)
     return tuned, {name: one.best for name, one in best.items()}

@@ -48,6 +48,25 @@ def test_runs_are_completed_once_and_then_cached(study):
 
 
 @pytest.mark.slow
+def test_only_the_losses_of_a_search_are_kept_and_more_trains_the_run_again(study):
+    searched = PlannedRun("science_small", 20, (), None, (EVALUATION,), keeps_snapshots=False)
+    same = PlannedRun("science_small", 21, (), None, (EVALUATION,))
+    complete_all(study, [searched, same], 1)
+    run = searched.get(study)
+    assert not run.of_kind("point") and same.get(study).of_kind("point")
+    assert {path.name for path in run.path.iterdir() if path.is_dir()} == set()
+    assert searched.missing_tokens(study) == (0, 0), "its losses are known"
+    losses = study.losses(run, EVALUATION.cells, EVALUATION.ends, EVALUATION.part)
+    more = dataclasses.replace(searched, evaluations=(PlannedEvaluation((Cell("sma", 4),), (16,), REPORT),))
+    trained, evaluated = more.missing_tokens(study)
+    assert trained == run.config.training.total_tokens and evaluated == 400
+    complete_all(study, [more], 1)
+    assert searched.missing_tokens(study)[0] == trained, "the losses of the earlier training are not kept beside it"
+    complete_all(study, [searched], 1)
+    assert study.losses(searched.get(study), EVALUATION.cells, EVALUATION.ends, EVALUATION.part) == losses
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_workers_share_the_runs_and_their_failure_is_one_line(study, monkeypatch, capfd):
     for name, value in tiny.environment(devices=1).items():

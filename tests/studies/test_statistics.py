@@ -132,6 +132,18 @@ def test_clear_findings_have_few_false_ones_among_them():
     assert found == [last >= 0 and p <= ranked[last] for p in p_values], "Benjamini and Hochberg's step-up procedure"
 
 
+def test_equal_findings_have_few_false_ones_among_them():
+    rng, false, equal = np.random.default_rng(8), [], 0
+    for _ in range(300):
+        truths = np.where(np.arange(32) < 12, 0.0, 0.004)  # just outside the margin
+        draws = rng.normal(truths, 0.002, (8, 32))
+        found = statistics.find_equal([statistics.paired_estimate(x, np.zeros(8)) for x in draws.T], 0.003)
+        equal += sum(found)
+        false.append(sum(found[12:]) / max(sum(found), 1))
+    assert equal > 300 * 8 and np.mean(false) < 0.05
+    assert statistics.find_equal([], 0.003) == []
+
+
 def test_intervals_of_a_deviation_cover_the_truth():
     rng = np.random.default_rng(8)
     intervals = [statistics.deviation_interval(rng.normal(0, 0.03, 8)) for _ in range(DRAWS)]

@@ -95,6 +95,24 @@ def test_a_search_on_one_seed_chooses_among_its_best_settings_on_all():
     assert best == {"raw": (0,)} and list(tuned["raw"].losses) == [(0,)], "the first setting is taken"
 
 
+def test_finalists_of_a_shorter_search_are_measured_anew_on_all_seeds():
+    axis = Axis("schedule.peak_rate", 1, 2)
+    in_full, short, seen = {1.0: 3.0, 2.0: 4.0, 4.0: 2.0}, {0.5: 9.0, 1.0: 2.0, 2.0: 1.0, 4.0: 1.5}, []
+
+    def measure_on(seeds, settings):
+        values = [values_of(setting)[0] for setting in settings["raw"]]
+        seen.extend((seed, value) for seed in seeds for value in values)
+        return {"raw": [[in_full[value]] * len(seeds) for value in values]}
+
+    def measure_first(settings):
+        return {"raw": [[short[values_of(setting)[0]]] for setting in settings["raw"]]}
+
+    tuned, best = search([Contender("raw", (axis,), ((0,),))], measure_on, (100, 101), 2, measure_first=measure_first)
+    assert sorted(seen) == [(seed, value) for seed in (100, 101) for value in (2.0, 4.0)]
+    assert best == {"raw": (2,)}
+    assert tuned["raw"].losses == {(1,): [4.0, 4.0], (2,): [2.0, 2.0], (0,): [2.0], (-1,): [9.0]}
+
+
 def test_a_contender_with_more_settings_than_its_rival_is_refused_by_name():
     one, other = bowl("raw", 1, 0)[0], bowl("merged", 1, 0, grid=GRID[:4])[0]
     with pytest.raises(UserError, match="merged is tuned over 4 settings and raw over 9"):
