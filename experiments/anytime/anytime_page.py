@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 from contenders import CEILING, MODEL
 
 from pma_jax.evaluation.sweep import RAW
@@ -10,16 +9,15 @@ from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.statistics import MeanEstimate, estimate_over_documents, find_clear, find_equal
+from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, judge
 
 
 def difference(size: dict[str, Any], rival: str, horizon: str, group: str) -> MeanEstimate:
     """Estimate the loss of a contender's model less that of the target, over seeds and documents."""
     of, target = size["rivals"][rival][horizon], size["target"][horizon]
-    ours = np.array(of["nats"][of["chosen"][group]][str(size["ends"][horizon])])
-    theirs = np.array(target["nats"][RAW.text][str(target["end"])])
-    tokens_D = np.array(of["document_tokens"])
-    return estimate_over_documents((ours - theirs) / tokens_D, tokens_D)
+    ours = of["nats"][of["chosen"][group]][str(size["ends"][horizon])]
+    theirs = target["nats"][RAW.text][str(target["end"])]
+    return difference_over_documents(ours, theirs, of["document_tokens"])
 
 
 def cells(size: dict[str, Any]) -> list[tuple[str, str]]:
@@ -86,12 +84,11 @@ def reached(size: dict[str, Any], margin: float) -> dict[tuple[str, str, str], M
         if group != CEILING
         for horizon in size["ends"]
     }
-    each = list(estimates.values())
-    are_equal, are_clear = find_equal(each, margin), find_clear(each)
+    verdicts = judge(list(estimates.values()), margin)
     return {
         cell: estimate
-        for (cell, estimate), is_equal, is_clear in zip(estimates.items(), are_equal, are_clear, strict=True)
-        if is_equal or (is_clear and estimate.mean < 0)
+        for (cell, estimate), verdict in zip(estimates.items(), verdicts, strict=True)
+        if verdict in ("equal", "lower")
     }
 
 

@@ -27,17 +27,15 @@ from contenders import (
 from costs import costs
 from ensembles import ensemble_nats
 
-from pma_jax.config.errors import UserError
 from pma_jax.data.sampling import REPORT, SELECT
-from pma_jax.evaluation.sweep import RAW, Cell
-from pma_jax.storage.json_files import parse_untrusted_json
+from pma_jax.evaluation.sweep import Cell
 from pma_jax.studies import tuning
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all
 from pma_jax.studies.study import DECIMALS, Study
+from pma_jax.studies.targets import HORIZONS, read_target, target_runs
 from pma_jax.studies.tuning import TUNING_SEEDS, Contender, Tuned
 
-HORIZONS = {"a quarter": 4, "half": 2, "all": 1}  # of the size's tokens: name -> divisor
 ANNEALING = Path(__file__).resolve().parents[1] / "annealing" / "results.json"
 SEARCHED = ("a quarter",)  # the horizons of the search on the first tuning seed
 FINALISTS = 3  # settings of each contender that are measured at all horizons, on all tuning seeds
@@ -49,7 +47,7 @@ def plan(study: Study) -> Plan:
     """List the target and the first settings of the search; what follows depends on their losses, and is estimated."""
     work: list[PlannedRun | OtherWork] = []
     for size in study.sizes:
-        work += [run for of in target_runs(study, size).values() for run in of]
+        work += [run for of in target_runs(study, ANNEALING, size).values() for run in of]
         rivals, seeds, tokens = list_rivals(study, size), tuning_seeds(study), study.evaluation_tokens
         for rival in rivals:
             for position in rival.grid if study.searches_settings else rival.grid[:1]:
@@ -106,7 +104,7 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
         "settings": settings,
         "rivals": measured,
         "costs": costs(study, size, rivals, settings),
-        "target": {horizon: read_target(study, runs) for horizon, runs in target_runs(study, size).items()},
+        "target": {horizon: read_target(study, runs) for horizon, runs in target_runs(study, ANNEALING, size).items()},
     }
 
 
@@ -260,53 +258,6 @@ def measure_rival(study: Study, size: str, rival: Rival, setting: Sequence[str])
 def get_run(study: Study, runs: dict[int, PlannedRun], seed: int) -> Any:
     """Return the trained run of a seed."""
     return runs[seed].get(study)
-
-
-def target_runs(study: Study, size: str) -> dict[str, list[PlannedRun]]:
-    """List the runs of the best annealing of each horizon, one per seed.
-
-    Raises:
-        UserError: experiments/annealing has no results of the size, or they are of another text or number of tokens.
-    """
-    runs = {}
-    for horizon, divisor in HORIZONS.items():
-        total = study.trunk_config(size, study.seeds[0]).training.total_tokens // divisor
-        if study.searches_settings:
-            units, setting = read_annealing(study, size, horizon, total)
-        else:  # a test: the search of the annealing would take longer
-            units = study.units // 4
-            setting = [
-                f"training.total_tokens={total}",
-                f"schedule.decay_start_tokens={total // 2}",
-                "schedule.decay=linear",
-            ]
-        judged = PlannedEvaluation((RAW,), (units,), REPORT)
-        changes = (*setting, "checkpoint.kinds=point")
-        runs[horizon] = [PlannedRun(size, seed, changes, None, (judged,), units) for seed in study.seeds]
-    return runs
-
-
-def read_annealing(study: Study, size: str, horizon: str, total_tokens: int) -> tuple[int, list[str]]:
-    """Return the units and the setting of the best annealing; raises UserError, see `target_runs`."""
-    if not ANNEALING.exists():
-        raise UserError(f"no tuned annealing in {ANNEALING}: run experiments/annealing/script.py first")
-    results = parse_untrusted_json(ANNEALING.read_bytes(), str(ANNEALING), True)
-    if results["made"]["text"]["corpus_digest"] != study.describe_text()["corpus_digest"]:
-        raise UserError(f"{ANNEALING} was made on another text: run experiments/annealing/script.py on this one")
-    if size not in results["sizes"]:
-        raise UserError(f"{ANNEALING} has no annealing of {size}: run experiments/annealing/script.py --add")
-    best = results["sizes"][size]["best"][horizon]
-    if f"training.total_tokens={total_tokens}" not in best["setting"]:
-        raise UserError(f"{ANNEALING} has no annealing of {size} over {total_tokens:,} tokens: run its script again")
-    return best["units"], best["setting"]
-
-
-def read_target(study: Study, runs: Sequence[PlannedRun]) -> dict[str, Any]:
-    """Return the losses of the best annealing of a horizon, and its setting."""
-    by_seed = {run.seed: run for run in runs}
-    get = functools.partial(get_run, study, by_seed)
-    losses = study.document_losses_over_seeds(get, [RAW], [runs[0].units], REPORT)
-    return {"setting": list(runs[0].changes), "end": runs[0].units, **losses}
 
 
 if __name__ == "__main__":

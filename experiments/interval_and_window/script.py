@@ -1,9 +1,10 @@
 """Which interval V and window N? A grid at several lengths of training, and how the best span scales (PMA, Figure 5).
 
-Command:   python experiments/interval_and_window/script.py --runs runs/science
+Command:   python experiments/interval_and_window/script.py --runs runs/science --jobs 2
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,174 +18,203 @@ from pma_jax.studies import pages
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.planned import Plan, PlannedEvaluation, PlannedRun
-from pma_jax.studies.statistics import MeanInterval, mean_interval, paired_difference
+from pma_jax.studies.statistics import MeanEstimate, MeanInterval, difference_over_documents, judge, mean_interval
 from pma_jax.studies.study import Study
+from pma_jax.studies.targets import HORIZONS
 
+DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 INTERVALS = (1, 2, 4, 8)  # in units: every snapshot of the trunk, every second, ...
-WINDOWS = (1, 2, 3, 4, 6, 8, 10, 12, 15, 20, 25, 32)  # 1 is the raw model, whatever the interval
-END_DIVISORS = (4, 2, 1)  # merges are evaluated at the trunk's length divided by each of these
+WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+NEIGHBOURS = 2  # windows on either side of the best one that the parabola of `best_spans` is fitted to
 
 
 def merges() -> list[Cell]:
     """Return the raw model, and the mean of every window and interval."""
-    return [RAW, *(Cell("sma", w, i) for i in INTERVALS for w in WINDOWS if w > 1)]
+    return [RAW, *(Cell("sma", window, interval) for interval in INTERVALS for window in WINDOWS)]
+
+
+def ends(study: Study) -> dict[str, int]:
+    """Return the lengths of training in units."""
+    return {name: study.units // divisor for name, divisor in HORIZONS.items()}
+
+
+def trunk_runs(study: Study, size: str, part: str) -> list[PlannedRun]:
+    """List the trunks of a size; the best merge is chosen on half of the study's tokens of the part `select`."""
+    evaluation = PlannedEvaluation(tuple(merges()), tuple(ends(study).values()), part)
+    tokens = study.evaluation_tokens // 2 if part == SELECT else 0
+    return [PlannedRun(size, seed, (), None, (evaluation,), 0, tokens) for seed in study.seeds]
 
 
 def plan(study: Study) -> Plan:
     """List the trunks of all sizes."""
-    ends = tuple(study.units // divisor for divisor in END_DIVISORS)
-    evaluations = tuple(PlannedEvaluation(tuple(merges()), ends, part) for part in (REPORT, SELECT))
-    return [PlannedRun(size, seed, (), None, evaluations) for size in study.sizes for seed in study.seeds]
+    return [run for size in study.sizes for part in (REPORT, SELECT) for run in trunk_runs(study, size, part)]
 
 
 def measure(study: Study) -> dict[str, Any]:
-    """Return the loss of every mean of N points, V apart, at a quarter, half and the end of each trunk."""
-    ends = [study.units // divisor for divisor in END_DIVISORS]
-    cells, sizes = merges(), {}
-    for size in study.sizes:
-        get_trunk = functools.partial(study.trunk, size)
-        losses, select_losses = (study.losses_over_seeds(get_trunk, cells, ends, part) for part in (REPORT, SELECT))
-        description = study.describe_size(size)
-        is_mixture = study.trunk_config(size, study.seeds[0]).model.experts > 0
-        interval, window = recommend_interval_and_window(description["active_parameters"], is_mixture)
-        rule = {"interval_tokens": interval, "window": window}
-        sizes[size] = description | {"losses": losses, "select_losses": select_losses, "rule": rule}
-    return {"ends": ends, "sizes": sizes}
+    """Return the losses of every mean of N points, V apart, at a quarter, half and the end of each trunk."""
+    return {"sizes": {size: measure_size(study, size) for size in study.sizes}}
 
 
-def losses_by_cell(size: dict[str, Any], end: int, to_choose: bool = False) -> dict[tuple[int, int], list[float]]:
-    """Return the loss of each seed by (interval, window), to publish or to choose by.
+def measure_size(study: Study, size: str) -> dict[str, Any]:
+    """Return the losses of a size on documents of the part `report`, and their means on the part `select`."""
+    get_trunk, at = functools.partial(study.trunk, size), list(ends(study).values())
+    reading = trunk_runs(study, size, SELECT)[0].study(study)
+    description = study.describe_size(size)
+    is_mixture = study.trunk_config(size, study.seeds[0]).model.experts > 0
+    interval, window = recommend_interval_and_window(description["active_parameters"], is_mixture)
+    return description | {
+        "ends": ends(study),
+        "select": reading.losses_over_seeds(get_trunk, merges(), at, SELECT),
+        "rule": {"interval_tokens": interval, "window": window},
+        **study.document_losses_over_seeds(get_trunk, merges(), at, REPORT),
+    }
 
-    Cells with too few snapshots are omitted.
+
+def difference(size: Mapping[str, Any], first: str, second: str, end: int) -> MeanEstimate:
+    """Estimate the loss of one merge less that of another, over seeds and documents."""
+    a, b = (size["nats"][text][str(end)] for text in (first, second))
+    return difference_over_documents(a, b, size["document_tokens"])
+
+
+def available(size: Mapping[str, Any], end: int, interval: int) -> dict[int, str]:
+    """Return the texts of the means at an interval by their windows, as far as there are enough snapshots."""
+    texts = {window: Cell("sma", window, interval).text for window in WINDOWS}
+    return {window: text for window, text in texts.items() if str(end) in size["nats"].get(text, {})}
+
+
+def best_window(size: Mapping[str, Any], end: int, interval: int) -> int:
+    """Return the window with the lowest mean loss on the part `select` at an interval."""
+    texts = available(size, end, interval)
+    return min(texts, key=lambda window: sum(size["select"][texts[window]][str(end)]))
+
+
+def best_spans(size: Mapping[str, Any], end: int) -> list[float]:
+    """Return the best span N V of each seed, as a share of the tokens, between the windows of the grid.
+
+    It is the vertex of a parabola in log N through the losses at the finest interval around the lowest one. At an edge
+    of the grid, or if the parabola has no minimum, it is the best window itself.
     """
-    cells, all_losses = {}, pages.to_choose_by(size) if to_choose else size["losses"]
-    for interval in INTERVALS:
-        for window in WINDOWS:
-            losses = all_losses.get(Cell("sma", window, interval).text, {}).get(str(end))
-            if losses:
-                cells[interval, window] = losses
-    return cells
+    texts = available(size, end, 1)
+    x, spans = np.log(list(texts)), []
+    for seed in range(len(size["select"][RAW.text][str(end)])):
+        y = np.array([size["select"][text][str(end)][seed] for text in texts.values()])
+        lowest = int(y.argmin())
+        near = slice(max(lowest - NEIGHBOURS, 0), lowest + NEIGHBOURS + 1)
+        curvature, slope, _ = np.polyfit(x[near], y[near], 2) if len(x[near]) > 2 else (0.0, 0.0, 0.0)
+        vertex = -slope / (2 * curvature) if curvature > 0 else x[lowest]
+        spans.append(float(np.exp(np.clip(vertex, x[0], x[-1])) / end))
+    return spans
 
 
-def best_cell(size: dict[str, Any], end: int, interval: int | None = None) -> tuple[int, int]:
-    """Return the (interval, window) with the lowest mean loss, for one interval or, by default, all."""
-    cells = {key: losses for key, losses in losses_by_cell(size, end, True).items() if interval in (None, key[0])}
-    return min(cells, key=lambda key: sum(cells[key]))
-
-
-def best_span(size: dict[str, Any], end: int) -> MeanInterval:
-    """Return the best span N V as a share of the tokens trained: each seed's best window at the finest interval."""
-    cells = {window: losses for (interval, window), losses in losses_by_cell(size, end, True).items() if interval == 1}
-    windows = [min(cells, key=lambda w: cells[w][i]) for i in range(len(next(iter(cells.values()))))]
-    return mean_interval([w / end for w in windows])
+def growth(size: Mapping[str, Any]) -> MeanInterval:
+    """Estimate the exponent p of the best span against the tokens trained, span = tokens^p, over seeds."""
+    units = list(size["ends"].values())
+    spans_ES = np.array([np.multiply(best_spans(size, end), end) for end in units])
+    return mean_interval([float(np.polyfit(np.log(units), np.log(spans_E), 1)[0]) for spans_E in spans_ES.T])
 
 
 def report(results: dict[str, Any]) -> str:
     """Format the best cells and spans, the cost of coarser intervals, and what the paper's rule recommends."""
-    rows, coarse = [], []
+    margin, rows, coarse = results["made"]["margin"], [], []
     for name, size in results["sizes"].items():
-        unit = size["unit_tokens"]
-        for end in results["ends"]:
-            cells, raw = losses_by_cell(size, end), size["losses"][RAW.text][str(end)]
-            interval, window = best_cell(size, end)
-            span = best_span(size, end)
-            rows.append(
-                [
-                    name,
-                    f"{end * unit / 1e6:.2f}M",
-                    f"N = {window}, V = {interval * unit / 1e3:.0f}k",
-                    pages.format_difference(raw, cells[interval, window]),
-                    pages.format_percent_interval(span),
-                    f"{span.mean * end * unit / size['active_parameters']:.2f}",
-                ]
-            )
-            best = {i: best_cell(size, end, i) for i in INTERVALS if any(key[0] == i for key in cells)}
-            costs = [
-                f"{pages.format_difference(cells[best[i]], cells[best[1]])} (N = {best[i][1]})" if i in best else "–"
-                for i in INTERVALS[1:]
-            ]
-            coarse.append([name, f"{end * unit / 1e6:.2f}M", *costs])
-    spans = ["best span N V, share of the tokens", "span, tokens per parameter"]
-    lines = [pages.format_table(["size", "tokens", "best of the grid", "raw − best", *spans], rows)]
-    lines.append(
-        "Plain means of N points, V tokens apart; mean over seeds and 95% interval. The span is that of each seed's "
-        "best N at the finest V. The last column divides by activated parameters. PMA's rule of thumb, extrapolated to "
-        f"these sizes, recommends {'; '.join(recommended_span(name, size) for name, size in results['sizes'].items())}."
+        for end in size["ends"].values():
+            rows.append([name, tokens(size, end), *describe_best(size, end, margin)])
+            coarse.append([name, tokens(size, end), *describe_coarse(size, end)])
+    header = ["size", "tokens", "best N", "raw − best", "equal to it", "best span N V, share of the tokens"]
+    rules = "; ".join(recommended_span(name, size) for name, size in results["sizes"].items())
+    grown = [f"- {name}: tokens to the power {format_power(growth(size))}." for name, size in results["sizes"].items()]
+    return "\n\n".join(
+        [
+            pages.format_table(header, rows),
+            "Plain means of N points at the finest interval; nats per token, mean over seeds, with its 95% interval "
+            "over seeds and documents. The best N was chosen on the part `select`; those that are equal to it within "
+            f"{margin:g} nats are tested together (two one-sided tests, at most 5% false ones). The span is where a "
+            "parabola through the losses of each seed is lowest, and its interval is over seeds. PMA's rule of thumb, "
+            f"extrapolated to these sizes, recommends {rules}.",
+            "Cost of a coarser interval against the finest one, each at its best N (nats, positive: worse):",
+            pages.format_table(["size", "tokens", *(f"V × {i}" for i in INTERVALS[1:])], coarse),
+            "Growth of the best span with the tokens of one run:\n\n" + "\n".join(grown),
+        ]
     )
-    lines.append("Cost of a coarser interval against the finest one, each at its best N (nats, positive: worse):")
-    lines.append(pages.format_table(["size", "tokens", *(f"V × {i}" for i in INTERVALS[1:])], coarse))
-    lines.append(describe_scaling(results))
-    return "\n\n".join(lines)
 
 
-def recommended_span(name: str, size: dict[str, Any]) -> str:
+def tokens(size: Mapping[str, Any], units: int) -> str:
+    """Format units as millions of tokens."""
+    return f"{units * size['unit_tokens'] / 1e6:.2f}M"
+
+
+def format_power(interval: MeanInterval) -> str:
+    """Format an exponent with its interval."""
+    return f"{interval.mean:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def describe_best(size: Mapping[str, Any], end: int, margin: float) -> list[str]:
+    """Return the best window, its gain over raw, the windows that are equal to it, and the best span."""
+    texts, best = available(size, end, 1), best_window(size, end, 1)
+    others = {window: difference(size, text, texts[best], end) for window, text in texts.items() if window != best}
+    verdicts = judge(list(others.values()), margin)
+    equal = [str(window) for window, verdict in zip(others, verdicts, strict=True) if verdict == "equal"]
+    return [
+        str(best),
+        pages.format_interval(difference(size, RAW.text, texts[best], end).interval()),
+        ", ".join(equal) or "none",
+        pages.format_percent_interval(mean_interval(best_spans(size, end))),
+    ]
+
+
+def describe_coarse(size: Mapping[str, Any], end: int) -> list[str]:
+    """Return what each coarser interval costs against the finest one, each at its best window."""
+    finest, cells = available(size, end, 1)[best_window(size, end, 1)], []
+    for interval in INTERVALS[1:]:
+        if texts := available(size, end, interval):
+            window = best_window(size, end, interval)
+            cost = pages.format_interval(difference(size, texts[window], finest, end).interval())
+            cells.append(f"{cost} (N = {window})")
+        else:
+            cells.append("")
+    return cells
+
+
+def recommended_span(name: str, size: Mapping[str, Any]) -> str:
     """Format the span N V that `recommend_interval_and_window` recommends."""
     span = size["rule"]["window"] * size["rule"]["interval_tokens"]
     return f"{span / 1e6:.1f}M tokens ({name}, {span / size['active_parameters']:.0f} per parameter)"
 
 
-def describe_scaling(results: dict[str, Any]) -> str:
-    """Describe how the best span grows with the length of training, for each size."""
-    lines = []
-    for name, size in results["sizes"].items():
-        spans = [best_span(size, end) for end in results["ends"]]
-        tokens = [span.mean * end * size["unit_tokens"] for span, end in zip(spans, results["ends"], strict=True)]
-        x = np.log([end * size["unit_tokens"] for end in results["ends"]])
-        slope = np.polyfit(x, np.log(tokens), 1)[0]
-        first, last = tokens[0] / 1e6, tokens[-1] / 1e6
-        lines.append(f"{name}: the best span grows as tokens^{slope:.2f}, from {first:.2f}M to {last:.2f}M.")
-    return "Growth with the length of training: " + " ".join(lines)
-
-
-def spans_at_common_tokens(results: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """Return (size, tokens, best span in tokens) where the tokens are nearest to the shortest trunk's total."""
-    common = min(size["tokens"] for size in results["sizes"].values())
-    spans = []
-    for name, size in results["sizes"].items():
-        end = min(results["ends"], key=lambda end: abs(end * size["unit_tokens"] - common))
-        tokens = end * size["unit_tokens"]
-        spans.append((name, float(tokens), best_span(size, end).mean * tokens))
-    return spans
-
-
 def summarize(results: dict[str, Any]) -> IndexRow:
-    """Summarize the best span of each size at the end, and at the same number of tokens."""
-    last = results["ends"][-1]
-    spans = []
+    """Summarize the best span of each size, how it grows, and the widest mean early in training."""
+    spans, wide, powers = [], [], []
     for name, size in results["sizes"].items():
-        spans.append(f"{name}: {pages.format_percent_interval(best_span(size, last))}")
-    common = "; ".join(
-        f"{name}: {span / 1e6:.2f}M of {tokens / 1e6:.1f}M" for name, tokens, span in spans_at_common_tokens(results)
-    )
-    early = results["ends"][0]
-    worse = []
-    for name, size in results["sizes"].items():
-        cells, raw = losses_by_cell(size, early), size["losses"][RAW.text][str(early)]
-        widest = max(window for interval, window in cells if interval == 1)
-        d = paired_difference(cells[1, widest], raw)
-        worse.append(f"{name}: {pages.format_interval(d)}")
+        first, last = size["ends"]["a quarter"], size["ends"]["all"]
+        spans.append(f"{name}: {pages.format_percent_interval(mean_interval(best_spans(size, last)))}")
+        powers.append(f"{name}: {format_power(growth(size))}")
+        texts = available(size, first, 1)
+        early = difference(size, texts[max(texts)], RAW.text, first).interval()
+        wide.append(f"{name}: N = {max(texts)} {pages.format_interval(early)} nats")
     return IndexRow(
         4,
         "Which interval and window?",
         "PMA, Fig. 5: wide windows hurt early and help late; the interval should grow with the size",
-        f"best span at the same tokens: {common}; the widest mean at the first position, less raw: {'; '.join(worse)}",
+        f"the best span grows as tokens to the power {'; '.join(powers)}; the widest mean at a quarter of the tokens, "
+        f"less raw: {'; '.join(wide)}",
         f"best span at the end, share of the tokens: {'; '.join(spans)}",
     )
 
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """Draw the mean loss over seeds minus raw of every cell: one figure per size, one panel per length of training."""
+    """Draw the mean loss over seeds less raw of every cell: one figure per size, one panel per length of training."""
     figures = {}
     for name, size in results["sizes"].items():
         panels, lowest = [], 0.0
-        for end in results["ends"]:
-            raw = np.mean(size["losses"][RAW.text][str(end)])
-            cells = losses_by_cell(size, end)
-            table = np.array([[np.mean(cells.get((i, w), np.nan)) - raw for w in WINDOWS] for i in INTERVALS])
+        for end in size["ends"].values():
+            raw = float(np.mean(pages.seed_losses(size, RAW.text, end)))
+            table = np.full((len(INTERVALS), len(WINDOWS)), np.nan)
+            for i, interval in enumerate(INTERVALS):
+                for window, text in available(size, end, interval).items():
+                    table[i, WINDOWS.index(window)] = np.mean(pages.seed_losses(size, text, end)) - raw
             intervals = [f"V = {i * size['unit_tokens'] / 1e3:.0f}k" for i in INTERVALS]
-            title = f"{end * size['unit_tokens'] / 1e6:.2f}M tokens (raw {raw:.4f})"
             lowest = min(lowest, np.nanmin(table))
-            panels.append(HeatMap(title, intervals, [str(w) for w in WINDOWS], table))
+            panels.append(HeatMap(f"{tokens(size, end)} tokens", intervals, [str(w) for w in WINDOWS], table))
         title = f"{name}: held-out loss of means of N points, less raw (nats, below 0 better)"
         figure = draw_heat_maps(panels, title, maps_per_row=1, max_loss=max(-lowest, 0.01))
         figures[f"{name}.png"] = to_png(figure, PAGE_DPI)
@@ -192,4 +222,4 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw, plan)
+    run_experiment(__file__, measure, report, summarize, draw, plan, DEFAULTS, by_size=True)

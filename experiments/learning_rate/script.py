@@ -1,11 +1,10 @@
 """Does a higher learning rate make merging gain more? (Sanyal et al.: yes; Ajroldi et al.: no; PMA: untested)
 
-Command:   python experiments/learning_rate/script.py --runs runs/science
+Command:   python experiments/learning_rate/script.py --runs runs/science --jobs 2
 """
 
-import itertools
-import operator
-from collections.abc import Callable
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,185 +17,233 @@ from pma_jax.studies import pages
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.planned import Branch, Plan, PlannedEvaluation, PlannedRun
-from pma_jax.studies.statistics import MeanInterval, mean_interval
+from pma_jax.studies.statistics import MeanEstimate, MeanInterval, difference_over_documents, mean_interval
 from pma_jax.studies.study import Study
 
+DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the size's own rate
-WINDOWS = (3, 6, 10, 15)
-MERGES = [Cell("sma", window) for window in WINDOWS]
-MERGES += [Cell("sma", window, kind="block_mean") for window in WINDOWS]
+WINDOWS = (2, 3, 4, 6, 8, 10, 15)
 PLAIN = Cell("sma", 10)  # PMA's default: the same merge at every rate
+SHORT = Cell("sma", 3)  # where there are too few snapshots for it
+MERGES = tuple(Cell("sma", window, kind=kind) for kind in ("point", "block_mean") for window in WINDOWS)
+MODELS = RAW.text, "merged", "annealed"
+
+
+def trunk_and_branch(study: Study, size: str, factor: float, seed: int, part: str) -> tuple[PlannedRun, PlannedRun]:
+    """Return the trunk of half of the tokens at a rate, and the branch that anneals over its last quarter."""
+    units, changes = study.half_length_changes(size, factor)
+    end = study.units // 2
+    tokens = study.evaluation_tokens // 2 if part == SELECT else 0
+    trunk = PlannedEvaluation((RAW, *MERGES), (end // 4, end // 2, end), part)
+    branch, decay = PlannedEvaluation((RAW,), (end,), part), Branch(end - end // 4, end)
+    return (
+        PlannedRun(size, seed, changes, None, (trunk,), units, tokens),
+        PlannedRun(size, seed, changes, decay, (branch,), units, tokens),
+    )
 
 
 def plan(study: Study) -> Plan:
     """List the trunks of all rates and their annealed branches."""
-    size, end = study.sizes[0], study.units // 2
-    trunk = tuple(PlannedEvaluation((RAW, *MERGES), (end // 4, end // 2, end), part) for part in (REPORT, SELECT))
-    branch = tuple(PlannedEvaluation((RAW,), (end,), part) for part in (REPORT, SELECT))
-    work: list[PlannedRun] = []
-    for factor, seed in itertools.product(FACTORS, study.seeds):
-        units, changes = study.half_length_changes(size, factor)
-        work.append(PlannedRun(size, seed, changes, None, trunk, units))
-        work.append(PlannedRun(size, seed, changes, Branch(end - end // 4, end), branch, units))
-    return work
+    return [
+        run
+        for size in study.sizes
+        for factor in FACTORS
+        for seed in study.seeds
+        for part in (REPORT, SELECT)
+        for run in trunk_and_branch(study, size, factor, seed, part)
+    ]
 
 
 def measure(study: Study) -> dict[str, Any]:
-    """Return raw, merged and annealed losses at each rate, over half of the tokens of the first size's trunk."""
-    size, rates = study.sizes[0], {}
-    rate, end = study.describe_size(size)["peak_rate"], study.units // 2
-    ends = [end // 4, end // 2, end]
+    """Return raw, merged and annealed losses at each rate, over half of the tokens of each size's trunk."""
+    return {"sizes": {size: measure_size(study, size) for size in study.sizes}}
+
+
+def measure_size(study: Study, size: str) -> dict[str, Any]:
+    """Return the losses of a size at each rate, in the layout of `Study.document_losses_over_seeds`."""
+    rate, rates = study.trunk_config(size, study.seeds[0]).schedule.peak_rate, {}
+    at = [study.units // divisor for divisor in (8, 4, 2)]
     for factor in FACTORS:
-        half, trunks = study.half_length_trunks(size, factor)
-        branches = [half.anneal(t, end - end // 4, end) for t in trunks.values()]
-        rates[str(factor * rate)] = {
-            f"{prefix}{key}": losses
-            for prefix, part in (("", REPORT), ("select_", SELECT))
-            for key, losses in (
-                ("losses", half.losses_over_seeds(trunks.__getitem__, [RAW, *MERGES], ends, part)),
-                ("annealed", [half.loss(branch, part=part) for branch in branches]),
-            )
-        }
-    return {"size": size, "facts": study.describe_size(size), "ends": ends, "rates": rates}
+        measured = {}
+        for part in (REPORT, SELECT):
+            runs = [trunk_and_branch(study, size, factor, seed, part) for seed in study.seeds]
+            reading = runs[0][0].study(study)
+            for i, name in enumerate(("trunk", "annealed")):
+                by_seed = {run[i].seed: run[i] for run in runs}
+                get = functools.partial(get_run, study, by_seed)
+                cells = runs[0][i].evaluations[0].cells
+                ends = at if name == "trunk" else at[-1:]
+                key = name if part == REPORT else f"select_{name}"
+                measured[key] = reading.document_losses_over_seeds(get, cells, ends, part)
+        rates[f"{factor * rate:.4g}"] = measured
+    return study.describe_size(size) | {"ends": at, "rates": rates}
 
 
-def gains(results: dict[str, Any], text: str, end: int) -> dict[float, list[float]]:
-    """Return the raw minus the merged loss of each seed by rate; rates with too few snapshots are omitted."""
-    differences = {}
-    for rate, measured in results["rates"].items():
-        merged = measured["losses"].get(text, {}).get(str(end))
-        if merged:
-            raw = measured["losses"][RAW.text][str(end)]
-            differences[float(rate)] = [a - b for a, b in zip(raw, merged, strict=True)]
-    return differences
+def get_run(study: Study, runs: dict[int, PlannedRun], seed: int) -> Any:
+    """Return the trained run of a seed."""
+    return runs[seed].get(study)
 
 
-def best_merge(measured: dict[str, Any], end: int) -> str:
-    """Return the text of the merge with the lowest mean loss over seeds at one rate."""
-    available = [c.text for c in MERGES if str(end) in measured["losses"].get(c.text, {})]
-    return min(available, key=lambda text: sum(pages.to_choose_by(measured)[text][str(end)]))
+def best_merge(measured: Mapping[str, Any], end: int) -> str:
+    """Return the text of the merge with the lowest mean loss over seeds on the part `select`, at one rate."""
+    losses = measured["select_trunk"]
+    texts = [cell.text for cell in MERGES if str(end) in losses["nats"].get(cell.text, {})]
+    return min(texts, key=lambda text: sum(pages.seed_losses(losses, text, end)))
 
 
-def gain_per_doubling(gain: dict[float, list[float]]) -> MeanInterval | None:
-    """Return what doubling the rate adds to the gain: the slope over log2 of the rate of each seed, over seeds."""
-    if not gain:
+def gain(measured: Mapping[str, Any], text: str, end: int) -> MeanEstimate:
+    """Estimate the raw loss less that of a merge, over seeds and documents."""
+    trunk = measured["trunk"]
+    raw, merged = trunk["nats"][RAW.text][str(end)], trunk["nats"][text][str(end)]
+    return difference_over_documents(raw, merged, trunk["document_tokens"])
+
+
+def losses_of(size: Mapping[str, Any], model: str) -> np.ndarray:
+    """Return the losses at the end of the raw, merged or annealed model: [rates, seeds]."""
+    end, rows = size["ends"][-1], []
+    for measured in size["rates"].values():
+        text = best_merge(measured, end) if model == "merged" else RAW.text
+        rows.append(pages.seed_losses(measured["annealed" if model == "annealed" else "trunk"], text, end))
+    return np.array(rows)
+
+
+def lowest(size: Mapping[str, Any], model: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return log2 of the best rate of each seed, and the loss there: the vertex of a parabola through three rates."""
+    x, losses_RS, rates, minima = np.log2([float(rate) for rate in size["rates"]]), losses_of(size, model), [], []
+    for y in losses_RS.T:
+        middle = int(np.clip(y.argmin(), 1, len(x) - 2))
+        near = slice(middle - 1, middle + 2)
+        a, b, c = np.polyfit(x[near], y[near], 2)
+        vertex = float(np.clip(-b / (2 * a), x[0], x[-1])) if a > 0 else float(x[y.argmin()])
+        rates.append(vertex)
+        minima.append(float(a * vertex**2 + b * vertex + c) if a > 0 else float(y.min()))
+    return np.array(rates), np.array(minima)
+
+
+def gain_per_doubling(size: Mapping[str, Any], text: str, end: int) -> MeanInterval | None:
+    """Return what doubling the rate adds to the gain of a merge: the slope over log2 of the rate, over seeds."""
+    each = [measured["trunk"] for measured in size["rates"].values()]
+    if any(str(end) not in trunk["nats"].get(text, {}) for trunk in each):
         return None
-    x = np.log2(list(gain))
-    slopes = [float(np.polyfit(x, seeds, 1)[0]) for seeds in zip(*gain.values(), strict=True)]
-    return mean_interval(slopes)
+    raw_RS, merged_RS = ([pages.seed_losses(trunk, t, end) for trunk in each] for t in (RAW.text, text))
+    slopes = np.polyfit(np.log2([float(rate) for rate in size["rates"]]), np.subtract(raw_RS, merged_RS), 1)[0]
+    return mean_interval(slopes.tolist())
 
 
 def report(results: dict[str, Any]) -> str:
-    """Format the table of losses and gains at the end at each rate, and what doubling the rate adds to the gain."""
-    end, rows = results["ends"][-1], []
-    for rate, measured in results["rates"].items():
-        raw, text = measured["losses"][RAW.text][str(end)], best_merge(measured, end)
-        merged = measured["losses"][text][str(end)]
-        shares = [(a - b) / (a - c) for a, b, c in zip(raw, merged, measured["annealed"], strict=True)]
-        plain = measured["losses"].get(PLAIN.text, {}).get(str(end))
+    """Format, for each size, losses and gains at each rate, the best rates, and what doubling the rate adds."""
+    parts = []
+    for name, size in results["sizes"].items():
+        parts += [f"### {name}", format_rates(size), format_best_rates(size), format_slopes(size)]
+    return "\n\n".join(parts)
+
+
+def tokens(size: Mapping[str, Any], units: int) -> str:
+    """Format units as millions of tokens."""
+    return f"{units * size['unit_tokens'] / 1e6:.2f}M"
+
+
+def format_rates(size: Mapping[str, Any]) -> str:
+    """Format the losses and the gains at the end at each rate."""
+    end, rows = size["ends"][-1], []
+    for rate, measured in size["rates"].items():
+        text, trunk, annealed = best_merge(measured, end), measured["trunk"], measured["annealed"]
+        over_annealing = difference_over_documents(
+            trunk["nats"][text][str(end)], annealed["nats"][RAW.text][str(end)], trunk["document_tokens"]
+        )
+        has_plain = str(end) in trunk["nats"].get(PLAIN.text, {})
         rows.append(
             [
-                f"{float(rate):g}",
-                format_mean(raw),
-                format_mean(merged) + f" ({text})",
-                format_mean(measured["annealed"]),
-                pages.format_difference(raw, plain) if plain else "too few snapshots",
-                pages.format_difference(raw, merged),
-                pages.format_mean_percent(shares),
+                f"`{rate}`",
+                pages.format_mean(pages.seed_losses(trunk, RAW.text, end)),
+                pages.format_interval(gain(measured, PLAIN.text, end).interval()) if has_plain else "",
+                f"{pages.format_interval(gain(measured, text, end).interval())} ({text})",
+                pages.format_interval(over_annealing.interval()),
             ]
         )
-    header = [
-        "rate",
-        "raw",
-        "best merge",
-        "annealed",
-        f"raw − {PLAIN.text}",
-        "raw − best merge",
-        "best, share of annealing's gain",
-    ]
-    tokens = end * results["facts"]["unit_tokens"] / 1e6
-    parts = [
-        f"{results['size']} at {tokens:.2f}M tokens (annealed: linearly, over the last quarter of them):",
-        pages.format_table(header, rows),
-    ]
+    header = ["rate", "raw loss", f"raw − {PLAIN.text}", "raw − best merge", "best merge − annealed"]
+    return pages.format_table(header, rows) + (
+        f"\n\nAt {tokens(size, end)} tokens, nats per token; annealed linearly over the last quarter. Differences "
+        "have 95% intervals over seeds and documents. The best merge at each rate was chosen on the part `select`."
+    )
+
+
+def format_best_rates(size: Mapping[str, Any]) -> str:
+    """Format the best rate of each model, and the losses of merging and annealing, each at its own best rate."""
+    best, lines = {model: lowest(size, model) for model in MODELS}, []
+    for model, (rates_S, losses_S) in best.items():
+        center, low, high = (f"`{2**x:.2g}`" for x in interval_of(mean_interval(rates_S.tolist())))
+        name = "raw" if model == RAW.text else model
+        lines.append(f"- {name}: {center} [{low}, {high}], loss {pages.format_mean(losses_S.tolist())}")
+    difference = pages.format_difference(best["merged"][1].tolist(), best["annealed"][1].tolist())
+    return (
+        "Best rate of each model, where the parabola through the three rates around the lowest is lowest (geometric "
+        "mean over seeds with its 95% interval):\n\n"
+        + "\n".join(lines)
+        + f"\n\nMerged less annealed, each at its own best rate: {difference} nats, over seeds."
+    )
+
+
+def interval_of(interval: MeanInterval) -> tuple[float, float, float]:
+    """Return the mean and the ends of an interval."""
+    return interval.mean, interval.low, interval.high
+
+
+def format_slopes(size: Mapping[str, Any]) -> str:
+    """Format what doubling the rate adds to the gain at each position."""
     lines = []
-    for at in results["ends"]:
-        added = gain_per_doubling(gains(results, PLAIN.text, at))
-        if added:
-            tokens = at * results["facts"]["unit_tokens"] / 1e6
-            lines.append(f"{pages.format_interval(added)} nats at {tokens:.2f}M tokens")
-    if lines:
-        parts.append(f"What doubling the rate adds to the gain of {PLAIN.text}: {'; '.join(lines)}.")
-    return "\n\n".join([*parts, describe_best_rates(results)])
-
-
-def best_rate(results: dict[str, Any], model: str) -> tuple[float, list[float]]:
-    """Return the rate at which a model (raw, merged or annealed) is best at the end, and its losses there."""
-    end = results["ends"][-1]
-
-    def losses_of(measured: dict[str, Any], get: Callable[[dict[str, Any], str], Any]) -> list[float]:
-        text = RAW.text if model == "raw" else best_merge(measured, end)
-        return get(measured, "annealed") if model == "annealed" else get(measured, "losses")[text][str(end)]
-
-    rate = min(results["rates"], key=lambda rate: sum(losses_of(results["rates"][rate], pages.to_choose_by)))
-    return float(rate), losses_of(results["rates"][rate], operator.getitem)
-
-
-def describe_best_rates(results: dict[str, Any]) -> str:
-    """Describe the best rate of each model, and how far the best merge is from the best annealed model."""
-    best = {model: best_rate(results, model) for model in ("raw", "merged", "annealed")}
-    rates = ", ".join(f"{model} at {rate:g} ({format_mean(losses)})" for model, (rate, losses) in best.items())
-    difference = pages.format_difference(best["merged"][1], best["annealed"][1])
-    return f"Each at its own best rate: {rates}. Merged less annealed, each at its best: {difference} nats."
-
-
-def format_mean(losses: list[float]) -> str:
-    """Format the mean over seeds."""
-    return f"{sum(losses) / len(losses):.4f}"
+    for end in size["ends"]:
+        for cell in (PLAIN, SHORT):
+            added = gain_per_doubling(size, cell.text, end)
+            if added:
+                lines.append(f"- {cell.text} at {tokens(size, end)} tokens: {pages.format_interval(added)} nats")
+    return "What doubling the rate adds to the gain over raw, over seeds:\n\n" + "\n".join(lines)
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
-    """Summarize whether the gain grows with the rate, and which rate is best for each model."""
-    # A small study may have too few snapshots for PMA's default.
-    plain = next(c for c in (PLAIN, *MERGES) if gains(results, c.text, results["ends"][-1]))
-    added = gain_per_doubling(gains(results, plain.text, results["ends"][-1]))
-    assert added is not None
-    verdict = "grows" if added.low > 0 else "shrinks" if added.high < 0 else "does not clearly change"
-    rates = [float(rate) for rate in results["rates"]]
-    effect = f"the gain of {plain.text} {verdict} with the rate ({min(rates):g} to {max(rates):g})"
+    """Summarize whether the gain grows with the rate, and merging less annealing, each at its best rate."""
+    verdicts, effects = [], []
+    for name, size in results["sizes"].items():
+        end = size["ends"][-1]
+        plain = next(c for c in (PLAIN, SHORT, *MERGES) if gain_per_doubling(size, c.text, end))
+        added = gain_per_doubling(size, plain.text, end)
+        assert added is not None
+        verdict = "grows" if added.low > 0 else "shrinks" if added.high < 0 else "does not clearly change"
+        merged, annealed = (lowest(size, model)[1].tolist() for model in ("merged", "annealed"))
+        difference = pages.format_difference(merged, annealed)
+        verdicts.append(
+            f"{name}: the gain of {plain.text} {verdict} with the rate; each at its own best rate, merged less "
+            f"annealed {difference} nats"
+        )
+        effects.append(f"{name}: {pages.format_interval(added)} nats")
     return IndexRow(
         7,
         "Does a higher rate make merging gain more?",
         "Sanyal et al.: yes; Ajroldi et al.: no; PMA believes so, untested",
-        f"{effect}. {describe_best_rates(results)}",
-        f"doubling the rate adds {pages.format_interval(added)} nats to the gain",
+        "; ".join(verdicts),
+        f"doubling the rate adds to the gain: {'; '.join(effects)}",
     )
 
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """Draw the losses and the gains against the rate."""
-    end, rates = results["ends"][-1], [float(rate) for rate in results["rates"]]
-    measured = list(results["rates"].values())
-    losses = {
-        "raw": [m["losses"][RAW.text][str(end)] for m in measured],
-        "best merge": [m["losses"][best_merge(m, end)][str(end)] for m in measured],
-        "annealed": [m["annealed"] for m in measured],
-    }
-    lines = [
-        Line(name, rates, [sum(seeds) / len(seeds) for seeds in by_rate], dashed=name == "annealed")
-        for name, by_rate in losses.items()
-    ]
-    panels = [LinePanel("held-out loss at the end, by rate", "peak rate", lines, log_x=True)]
-    for at in results["ends"]:
+    """Draw the losses at the end and the gains against the rate."""
+    panels = []
+    for name, size in results["sizes"].items():
+        rates, end = [float(rate) for rate in size["rates"]], size["ends"][-1]
+        lines = [
+            Line("raw" if m == RAW.text else m, rates, losses_of(size, m).mean(axis=1).tolist(), dashed=m == "annealed")
+            for m in MODELS
+        ]
+        panels.append(LinePanel(f"{name}: loss at {tokens(size, end)} tokens", "peak rate", lines, log_x=True))
         lines = []
-        for cell in MERGES:
-            gain = gains(results, cell.text, at)
-            if gain:
-                lines.append(interval_line(cell.text, list(gain), [mean_interval(seeds) for seeds in gain.values()]))
-        title = f"raw − merged at {at * results['facts']['unit_tokens'] / 1e6:.2f}M tokens, nats"
-        panels += [LinePanel(title, "peak rate", lines, zero_line=True, log_x=True)] if lines else []
+        for at in size["ends"]:
+            cell = PLAIN if gain_per_doubling(size, PLAIN.text, at) else SHORT
+            if gain_per_doubling(size, cell.text, at):
+                intervals = [gain(measured, cell.text, at).interval() for measured in size["rates"].values()]
+                lines.append(interval_line(f"{cell.text} at {tokens(size, at)}", rates, intervals))
+        panels.append(LinePanel(f"{name}: raw − merged, nats", "peak rate", lines, zero_line=True, log_x=True))
     return {"figure.png": to_png(draw_lines(panels, columns=2))}
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw, plan)
+    run_experiment(__file__, measure, report, summarize, draw, plan, DEFAULTS, by_size=True)

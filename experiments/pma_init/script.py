@@ -1,225 +1,187 @@
 """Is a merge a better start for continued training and fine-tuning? (PMA, Figures 6 and 7, Table 1)
 
-Command:   python experiments/pma_init/script.py --runs runs/science
+Command:   python experiments/pma_init/script.py --runs runs/science --jobs 2
 
 Runs start from the last snapshot of a trunk, and from a merge of its newest snapshots. They continue training on the
-sources of another package, or fine-tune on Python functions (signature and docstring -> body, loss on bodies only).
+sources of another package, with the optimizer of the trunk or a fresh one, or fine-tune on Python functions (signature
+and docstring -> body, loss on bodies only).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from start_page import draw, report, summarize
 
 from pma_jax.analysis.comparison import roughness
+from pma_jax.config import Config, EvaluationConfig
 from pma_jax.data.sampling import REPORT, SELECT
+from pma_jax.evaluation.held_out import prepare_tokens, read_sample
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.evaluation.sweep import RAW, Cell
-from pma_jax.reporting.drawing import to_png
-from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
-from pma_jax.studies import pages
 from pma_jax.studies.experiment import run_experiment
-from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.planned import OtherWork, Plan, PlannedRun
-from pma_jax.studies.study import Study
+from pma_jax.studies.planned import OtherWork, Plan, PlannedRun, complete_all
+from pma_jax.studies.study import DECIMALS, Study
 
-STARTS = {"last": RAW, "sma:8": Cell("sma", 8)}  # merges that runs start from
-TASKS = {
-    "continued training": {
-        "token_divisor": 4,  # runs take 1/4 of the trunk's tokens
-        "rates": (1.0, 0.25),  # times the trunk's
-        "changes": ["data.package=scipy"],
-    },
-    "fine-tuning": {
-        "token_divisor": 8,
-        "rates": (0.5, 0.2, 0.05),
-        # Byte 0 ends each pair, so that packed pairs do not attend to each other.
-        "changes": ["data.task=functions", "data.pair_bytes=512", "model.separator_token=0"],
-    },
-}
-TEXT_TOKENS = 16_384  # held-out tokens for evaluation; the held-out functions have 31,000
+DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
+STARTS = {"last": RAW, "merged": Cell("sma", 8)}
 EARLY = 100  # steps whose gradient norms are compared
 UNITS = 8  # snapshots of each run
 
 
-def plan(study: Study) -> Plan:
-    """List the trunks; the runs that start from their snapshots are estimated."""
-    size = study.sizes[0]
-    tokens = study.describe_size(size)["tokens"]
-    runs = len(STARTS) * sum(len(keys["rates"]) for keys in TASKS.values())
-    shares = sum(len(keys["rates"]) / keys["token_divisor"] for keys in TASKS.values())
-    trained = round(len(STARTS) * shares * tokens)
-    read = runs * (UNITS + 2) * min(study.evaluation_tokens, TEXT_TOKENS)
-    work: list[PlannedRun | OtherWork] = [PlannedRun(size, seed) for seed in study.seeds]
-    return [*work, *(OtherWork("runs from its snapshots", size, seed, trained, read) for seed in study.seeds)]
+class Task(NamedTuple):
+    """What is trained from a snapshot."""
+
+    token_divisor: int  # of the trunk's tokens
+    rates: tuple[float, ...]  # that are tried, times the trunk's
+    changes: tuple[str, ...]
+    restores_optimizer: bool
 
 
-def measure(study: Study) -> dict[str, Any]:
-    """Return losses and gradient norms of each task, rate and start, for each seed of the first size."""
-    seeds = {str(seed): measure_seed(study, seed) for seed in study.seeds}
-    return {"size": study.sizes[0], "begins": list(STARTS), "seeds": seeds}
-
-
-def measure_seed(study: Study, seed: int) -> dict[str, Any]:
-    """Return task -> rate -> start -> losses and gradient norms, for one seed."""
-    trunk = study.trunk(study.sizes[0], seed)
-    starts = {name: study.merge(trunk, cell, study.units) for name, cell in STARTS.items()}
-    return {
-        task: {
-            f"{rate:g}": {
-                name: measure_run(study, train_from(study, trunk, start, keys, rate), start)
-                for name, start in starts.items()
-            }
-            for rate in keys["rates"]
-        }
-        for task, keys in TASKS.items()
-    }
-
-
-def train_from(study: Study, trunk: Run, start: Snapshot, keys: dict[str, Any], rate: float) -> Run:
-    """Train a run from a snapshot's weights with a fresh optimizer, a short warm-up and a cosine decay to 0."""
-    config = trunk.config
-    total = config.training.total_tokens // keys["token_divisor"]
-    changes = [
-        f"training.start_from={start.path}",
-        f"training.total_tokens={total}",
-        f"training.log_interval_tokens={config.batch_tokens}",
-        f"schedule.peak_rate={config.schedule.peak_rate * rate}",
-        f"schedule.warmup_tokens={total // 32}",
-        "schedule.decay=cosine",
-        f"schedule.decay_start_tokens={total // 32}",
-        "checkpoint.keep_states_at_tokens=()",
-        "checkpoint.kinds=point",
-    ]
-    short_study = dataclasses.replace(study, units=UNITS)
-    return short_study.trunk(study.sizes[0], config.training.seed, [*changes, *keys["changes"]])
-
-
-def measure_run(study: Study, run: Run, start: Snapshot) -> dict[str, Any]:
-    """Return the losses before the first step and at every snapshot, and the gradient norms of the first steps."""
-    evaluation = dataclasses.replace(run.config.evaluation, tokens=min(study.evaluation_tokens, TEXT_TOKENS))
-    config = dataclasses.replace(run.config, evaluation=evaluation)
-    snapshots = [start, *run.snapshots]
-    losses = [x.loss for x in evaluate_merges(config, snapshots, np.eye(len(snapshots)), REPORT).losses]
-    (last,) = evaluate_merges(config, snapshots[-1:], [[1]], SELECT).losses
-    norms = [r["gradient_norm"] for r in run.metrics if r["kind"] == "train"]
-    early = norms[:EARLY]
-    return {
-        "curve": [[0, losses[0]], *([s.tokens, loss] for s, loss in zip(run.snapshots, losses[1:], strict=True))],
-        "select_end": last.loss,
-        "gradient_norms": [round(norm, 4) for norm in early],
-        "roughness": roughness(norms),
-        "early_roughness": roughness(early),
-        "early_peak": max(early) / float(np.median(norms)),
-    }
-
-
-# --- The page ---------------------------------------------------------------------------------------------------------
-
-
-def over_seeds(
-    results: dict[str, Any], task: str, rate: str, start: str, statistic: Callable[[dict[str, Any]], float]
-) -> list[float]:
-    """Return `statistic` of what was measured of one run, for each seed."""
-    return [statistic(seed[task][rate][start]) for seed in results["seeds"].values()]
-
-
-STATISTICS = {
-    "before the first step": lambda m: m["curve"][0][1],
-    "after an eighth": lambda m: m["curve"][1][1],
-    "at the end": lambda m: m["curve"][-1][1],
-    "gradient norm: roughness": lambda m: m["roughness"],
-    "of its first steps": lambda m: m["early_roughness"],
+CONTINUED = ("data.package=scipy",)
+# Byte 0 ends each pair, so that packed pairs do not attend to each other.
+FUNCTIONS = ("data.task=functions", "data.pair_bytes=512", "model.separator_token=0")
+TASKS = {
+    "continued training, fresh optimizer": Task(4, (0.25, 0.5, 1.0), CONTINUED, False),
+    "continued training, optimizer restored": Task(4, (0.25, 0.5, 1.0), CONTINUED, True),
+    "fine-tuning": Task(8, (0.1, 0.2, 0.5, 1.0), FUNCTIONS, False),
 }
 
 
-def report(results: dict[str, Any]) -> str:
-    """Format one table per task: the run from the last snapshot, and the differences of the others from it."""
-    parts = []
-    for task in TASKS:
-        rows = []
-        for rate in next(iter(results["seeds"].values()))[task]:
-            for start in results["begins"]:
-                shown = [format_cell(results, task, rate, start, statistic) for statistic in STATISTICS.values()]
-                rows.append([f"x{rate}", start, *shown])
-        parts.append(f"**{task.capitalize()}.**\n\n{pages.format_table(['rate', 'started from', *STATISTICS], rows)}")
-    note = (
-        f"{results['size']}. Rows `last`: mean over seeds; other rows: difference from `last`, with its interval. "
-        f"Losses are on {TEXT_TOKENS:,} held-out tokens of the task; in fine-tuning, on bodies only. Roughness is the "
-        "root mean square change of the log of the gradient norm from step to step; the first steps are the first "
-        f"{EARLY}."
-    )
-    return "\n\n".join([*parts, note])
+def plan(study: Study) -> Plan:
+    """List the trunks; the runs that start from their snapshots are estimated."""
+    work: list[PlannedRun | OtherWork] = []
+    for size in study.sizes:
+        tokens = study.trunk_config(size, study.seeds[0]).training.total_tokens
+        runs = len(STARTS) * sum(len(task.rates) for task in TASKS.values())
+        trained = len(STARTS) * sum(len(task.rates) * tokens // task.token_divisor for task in TASKS.values())
+        read = runs * (3 * study.evaluation_tokens + study.evaluation_tokens // 2)
+        work += [PlannedRun(size, seed) for seed in study.seeds]
+        work += [OtherWork("runs from its snapshots", size, seed, trained, read) for seed in study.seeds]
+    return work
 
 
-def format_cell(
-    results: dict[str, Any], task: str, rate: str, start: str, statistic: Callable[[dict[str, Any]], float]
-) -> str:
-    """Format the mean of the run from the last snapshot, or the difference of another run from it."""
-    values, last = (over_seeds(results, task, rate, name, statistic) for name in (start, "last"))
-    return f"{np.mean(last):.4f}" if start == "last" else pages.format_difference(values, last)
+def measure(study: Study) -> dict[str, Any]:
+    """Return losses and gradient norms of each task, rate and start, for each seed of every size."""
+    return {"sizes": {size: measure_size(study, size) for size in study.sizes}}
 
 
-def best_rate(results: dict[str, Any], task: str, start: str) -> str:
-    """Return the rate with the lowest mean loss at the end over seeds, on the part `select`."""
-    rates: Sequence[str] = list(next(iter(results["seeds"].values()))[task])
-    loss = lambda measured: measured.get("select_end", STATISTICS["at the end"](measured))  # noqa: E731
-    return min(rates, key=lambda rate: np.mean(over_seeds(results, task, rate, start, loss)))
+def measure_size(study: Study, size: str) -> dict[str, Any]:
+    """Return what is measured of a size, and the text of each task.
+
+    Returns:
+        "tasks": {task: "document_tokens", "text": a description of the sample, and "rates": {rate: {start: [what
+        `measure_run` returns, for each seed]}}}.
+    """
+    starts = {
+        seed: {name: study.merge(study.trunk(size, seed), cell, study.units) for name, cell in STARTS.items()}
+        for seed in study.seeds
+    }
+    fresh = [
+        planned_run(study, size, seed, start, task, rate)
+        for task in TASKS.values()
+        if not task.restores_optimizer
+        for rate in task.rates
+        for seed, of_seed in starts.items()
+        for start in of_seed.values()
+    ]
+    complete_all(study, fresh, study.workers)
+    tasks = {}
+    for name, task in TASKS.items():
+        rates: dict[str, dict[str, list[Any]]] = {f"{rate:g}": {start: [] for start in STARTS} for rate in task.rates}
+        for rate in task.rates:
+            for seed, of_seed in starts.items():
+                for start, snapshot in of_seed.items():
+                    run = train_from(study, size, seed, snapshot, task, rate)
+                    rates[f"{rate:g}"][start].append(measure_run(study, run, snapshot))
+        tasks[name] = describe_text(study, size, task) | {"rates": rates}
+    return study.describe_size(size) | {"tasks": tasks}
 
 
-def summarize(results: dict[str, Any]) -> IndexRow:
-    """Summarize the differences at the start and at the end of each task."""
-    verdicts, effects = [], []
-    for task in TASKS:
-        rates = {start: best_rate(results, task, start) for start in ("last", "sma:8")}
-        ends = {s: over_seeds(results, task, rate, s, STATISTICS["at the end"]) for s, rate in rates.items()}
-        first, rough = (
-            {s: over_seeds(results, task, rates["last"], s, STATISTICS[name]) for s in rates}
-            for name in ("before the first step", "of its first steps")
-        )
-        verdicts.append(
-            f"{task} begins {pages.format_difference(first['sma:8'], first['last'])} nats from the last snapshot's "
-            f"loss, with a roughness of its first gradient norms of "
-            f"{pages.format_difference(rough['sma:8'], rough['last'], 3)}"
-        )
-        effects.append(
-            f"{task}, at the end, each at its best rate: {pages.format_difference(ends['sma:8'], ends['last'])} nats"
-        )
-    return IndexRow(
-        8,
-        "PMA-init: is a merge the better start?",
-        "A slightly lower initial loss, parity at the end (Fig. 6); smoother gradient norms (Fig. 7); gains in "
-        "fine-tuning that could not be repeated at other sizes (Table 1)",
-        "; ".join(verdicts),
-        "; ".join(effects),
-    )
+def describe_text(study: Study, size: str, task: Task) -> dict[str, Any]:
+    """Describe the held-out text of a task: the study's tokens of it, or all that there are."""
+    config = study.trunk_config(size, study.seeds[0], task.changes)
+    config = dataclasses.replace(config, evaluation=judging(study, config))
+    sample = read_sample(prepare_tokens(config), config, REPORT)
+    return {"document_tokens": sample.counts_D.tolist(), "text": sample.describe()}
 
 
-def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """Draw loss curves of each task at each rate, and the gradient norms of the first steps of the first seed."""
-    panels = []
-    first = next(iter(results["seeds"].values()))
-    for task in TASKS:
-        for rate in first[task]:
-            lines = []
-            for start in results["begins"]:
-                curves = np.array([seed[task][rate][start]["curve"] for seed in results["seeds"].values()])
-                lines.append(Line(start, (curves[0, :, 0] / 1e6).tolist(), curves[:, :, 1].mean(axis=0).tolist()))
-            panels.append(LinePanel(f"{task}, rate x{rate}: loss", "tokens, millions", lines))
-    norms = []
-    for task in TASKS:
-        rate = next(iter(first[task]))
-        lines = [
-            Line(start, list(range(1, len(series) + 1)), series)
-            for start in results["begins"]
-            for series in [first[task][rate][start]["gradient_norms"]]
-        ]
-        norms.append(LinePanel(f"{task}, rate x{rate}: gradient norm", "step", lines))
-    return {"figure.png": to_png(draw_lines(panels)), "gradient_norms.png": to_png(draw_lines(norms, columns=1))}
+def train_from(study: Study, size: str, seed: int, start: Snapshot, task: Task, rate: float) -> Run:
+    """Train a run from a snapshot's weights; the optimizer is fresh, or that of the trunk's last state."""
+    if not task.restores_optimizer:
+        return planned_run(study, size, seed, start, task, rate).get(study)
+    trunk = study.trunk(size, seed)
+    end = trunk.config.training.total_tokens
+    total = end // task.token_divisor
+    changes = [
+        *keys(trunk.config, task, rate, end, 0),
+        f"checkpoint.interval_tokens={total // UNITS}",
+        f"checkpoint.state_interval_tokens={end + total}",
+    ]
+    return study.fork(trunk, study.units, study.units, changes, start)
+
+
+def planned_run(study: Study, size: str, seed: int, start: Snapshot, task: Task, rate: float) -> PlannedRun:
+    """Return a run with a fresh optimizer, which begins with a short warm-up of the rate."""
+    config = study.trunk_config(size, seed)
+    warm_up = config.training.total_tokens // task.token_divisor // 32
+    changes = keys(config, task, rate, 0, warm_up)
+    changes += [f"training.start_from={start.path}", f"schedule.warmup_tokens={warm_up}"]
+    return PlannedRun(size, seed, tuple(changes), None, (), UNITS)
+
+
+def keys(config: Config, task: Task, rate: float, begin: int, warm_up: int) -> list[str]:
+    """Return the changes of the trunk's configuration: a cosine decay to 0 of a multiple of its rate.
+
+    Args:
+        config: The trunk's configuration.
+        task: The task.
+        rate: Peak rate, times that of the trunk.
+        begin: Tokens at which the run begins.
+        warm_up: Tokens of the warm-up.
+    """
+    return [
+        *task.changes,
+        f"training.total_tokens={begin + config.training.total_tokens // task.token_divisor}",
+        f"training.log_interval_tokens={config.batch_tokens}",
+        f"schedule.peak_rate={config.schedule.peak_rate * rate}",
+        "schedule.decay=cosine",
+        f"schedule.decay_start_tokens={begin + warm_up}",
+        "checkpoint.keep_states_at_tokens=()",
+        "checkpoint.kinds=point",
+    ]
+
+
+def judging(study: Study, config: Config) -> EvaluationConfig:
+    """Return the evaluation of a task, with the study's tokens."""
+    return dataclasses.replace(config.evaluation, tokens=study.evaluation_tokens)
+
+
+def measure_run(study: Study, run: Run, start: Snapshot) -> dict[str, Any]:
+    """Return the losses of documents before the first step, at the first snapshot and the end, and gradient norms."""
+    config = dataclasses.replace(run.config, evaluation=judging(study, run.config))
+    each = [start, run.snapshots[0], run.snapshots[-1]]
+    sums = np.round(evaluate_merges(config, each, np.eye(len(each)), REPORT).sums, DECIMALS)
+    half = dataclasses.replace(config.evaluation, tokens=study.evaluation_tokens // 2)
+    (last,) = evaluate_merges(dataclasses.replace(config, evaluation=half), each[-1:], [[1]], SELECT).losses
+    records = [r for r in run.metrics if r["kind"] == "train"]
+    norms = [r["gradient_norm"] for r in records if r["tokens"] > start_tokens(run)]
+    return {
+        "begin": sums[0].tolist(),
+        "early": sums[1].tolist(),
+        "end": sums[2].tolist(),
+        "select_end": last.loss,
+        "gradient_norms": [round(norm, 4) for norm in norms[:EARLY]],
+        "early_roughness": roughness(norms[:EARLY]),
+    }
+
+
+def start_tokens(run: Run) -> int:
+    """Return the tokens at which a run began: 0, or those of the state that it was forked from."""
+    return (run.metadata.get("forked_from") or {"tokens": 0})["tokens"]
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw, plan)
+    run_experiment(__file__, measure, report, summarize, draw, plan, DEFAULTS, by_size=True)

@@ -20,7 +20,7 @@ from pma_jax.studies.planned import Plan, PlannedEvaluation, PlannedRun
 from pma_jax.studies.statistics import (
     MeanEstimate,
     choose_leaving_one_out,
-    estimate_over_documents,
+    difference_over_documents,
     find_clear,
     paired_estimate,
     ratio_of_means,
@@ -94,8 +94,7 @@ def difference(measured: dict[str, Any], first: str, second: str, end: int) -> M
     a, b = (measured["nats"].get(text, {}).get(str(end)) for text in (first, second))
     if a is None or b is None:
         return None
-    tokens_D = np.array(measured["document_tokens"])
-    return estimate_over_documents((np.array(a) - np.array(b)) / tokens_D, tokens_D)
+    return difference_over_documents(a, b, measured["document_tokens"])
 
 
 def report(results: dict[str, Any]) -> str:
@@ -125,9 +124,9 @@ def format_gains(results: dict[str, Any]) -> str:
             rows.append([name, tokens, pages.format_mean(pages.seed_losses(size, RAW.text, end)), *cells])
     header = ["size", "tokens", "raw loss", *(f"raw − SMA of {w}" for w in WINDOWS)]
     note = (
-        "Losses in nats per token. Positive: merging is better. Each gain is the mean over "
-        f"{len(results['made']['seeds'])} seeds with its 95% interval over seeds and documents; the interval of the "
-        f"raw loss is over seeds. A snapshot is saved at every {results['ends'][-1]}th of the horizon."
+        "Losses in nats per token. Positive: merging is better. Each gain is the mean over the seeds with its 95% "
+        "interval over seeds and documents; the interval of the raw loss is over seeds. A snapshot is saved at every "
+        f"{results['ends'][-1]}th of the horizon."
     )
     return f"{pages.format_table(header, rows)}\n\n{note}"
 
@@ -215,10 +214,8 @@ def has_one_setting(results: dict[str, Any]) -> bool:
 def own_best(results: dict[str, Any]) -> MeanEstimate:
     """Estimate the raw loss at the setting that is best for raw, less the merged loss at the size's setting."""
     end, measured = str(results["ends"][-1]), results["variants"]
-    tokens_D = np.array(measured[TUNED]["document_tokens"])
-    raw_SD = np.array(measured[RAW_TUNED]["nats"][RAW.text][end])
-    merged_SD = np.array(measured[TUNED]["nats"][DEFAULT.text][end])
-    return estimate_over_documents((raw_SD - merged_SD) / tokens_D, tokens_D)
+    raw, merged = measured[RAW_TUNED]["nats"][RAW.text][end], measured[TUNED]["nats"][DEFAULT.text][end]
+    return difference_over_documents(raw, merged, measured[TUNED]["document_tokens"])
 
 
 def format_own_best(results: dict[str, Any]) -> str:

@@ -82,10 +82,11 @@ def measure_speed(study: Study, size: str) -> Speed:
 def _speeds(study: Study, config: Config) -> Iterable[Speed]:
     """Yield the speed of each finished run in the cache that has the model of `config` and was evaluated."""
     for run, trained, evaluated in _costs(study, config):
-        if run_cache.has_losses_only(run):
+        records = [record for record in run.metrics if record["kind"] == "train"]
+        if run_cache.has_losses_only(run) or len(records) < 2:  # a short branch has one
             continue
         # The records have wall seconds since the start of the process, the first after compiling.
-        first, *_, last = [record for record in run.metrics if record["kind"] == "train"]
+        first, last = records[0], records[-1]
         share = (last["seconds"] - first["seconds"]) / last["seconds"] if last["seconds"] > first["seconds"] else 1.0
         per_token = share * trained["seconds"] / (last["tokens"] - first["tokens"])
         start = max(trained["seconds"] - per_token * trained["tokens"], 0.0)

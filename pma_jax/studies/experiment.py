@@ -60,7 +60,7 @@ TINY_OPTIONS = {
 }
 OPTIONS = ("sizes", "seeds", "units", "evaluation_tokens", "margin")  # fields of `Study` that results record
 # Entries of `made` that all sizes of a page have in common.
-COMMON_TO_SIZES = ("seeds", "units", "evaluation_tokens", "margin", "text", "overrides", "part")
+COMMON_TO_SIZES = ("units", "evaluation_tokens", "margin", "text", "overrides", "part")
 
 
 def run_experiment(

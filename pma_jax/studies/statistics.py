@@ -144,6 +144,18 @@ def estimate_over_documents(differences_SD: ArrayLike, tokens_D: ArrayLike) -> M
     return MeanEstimate(float(mean), float(np.sqrt(variance)), float(degrees), seeds)
 
 
+def difference_over_documents(first_SD: ArrayLike, second_SD: ArrayLike, tokens_D: ArrayLike) -> MeanEstimate:
+    """Estimate the loss of one model less that of another, in nats per token, over seeds and documents.
+
+    Args:
+        first_SD: The summed loss of the first model, in nats, of each seed on each document.
+        second_SD: That of the second.
+        tokens_D: Tokens of each document.
+    """
+    difference_SD = np.asarray(first_SD, np.float64) - np.asarray(second_SD, np.float64)
+    return estimate_over_documents(difference_SD / np.asarray(tokens_D, np.float64), tokens_D)
+
+
 def ratio_of_means(numerator: ArrayLike, denominator: ArrayLike, confidence: float = CONFIDENCE) -> MeanInterval | None:
     """Estimate mean(numerator) / mean(denominator) over pairs, such as seeds, with Fieller's interval.
 
@@ -204,6 +216,17 @@ def find_equal(estimates: Sequence[MeanEstimate], margin: float, false_discovery
     As for `find_clear`, of those that it returns on average at most the given share is not.
     """
     return _reject([estimate.equivalence_p_value(margin) for estimate in estimates], false_discovery_rate)
+
+
+def judge(estimates: Sequence[MeanEstimate], margin: float) -> list[str]:
+    """Say of each difference of a table: "equal" (`find_equal`), "higher" or "lower" (`find_clear`), or "not shown"."""
+    verdicts = []
+    for estimate, is_equal, is_clear in zip(
+        estimates, find_equal(estimates, margin), find_clear(estimates), strict=True
+    ):
+        direction = "higher" if estimate.mean > 0 else "lower"
+        verdicts.append("equal" if is_equal else direction if is_clear else "not shown")
+    return verdicts
 
 
 def _reject(p_values: Sequence[float], false_discovery_rate: float) -> list[bool]:

@@ -249,13 +249,16 @@ def test_sizes_are_added_to_results_of_the_same_text_and_options(workspace, tmp_
         ["science_long"],
         ["science_moe"],
     ]
+    fewer = run("--sizes", "science_moe", "--seeds", "0,2,4", "--add")
+    assert fewer["made"]["seeds"] == [0, 2, 4], "a larger size may have fewer seeds"
     page = capsys.readouterr().out
+    assert "Seeds 0, 2, 4;" in page and "Seeds 0, 1;" in page
     assert "science_small: made at commit" in page and "science_moe: made at commit" in page
     before = (tmp_path / "results.json").read_bytes()
     (tmp_path / "other").mkdir()
     for document in range(200):
         (tmp_path / "other" / f"{document}.txt").write_text(f"document {document} of another text. " * 20)
-    for arguments, named in ((["--seeds", "0,2"], "seeds"), ([f"--config.data.files={tmp_path}/other/*"], "text")):
+    for arguments, named in ((["--margin", "0.01"], "margin"), ([f"--config.data.files={tmp_path}/other/*"], "text")):
         with pytest.raises(SystemExit, match=f"error: --add: .*results.json was made with another value of '{named}'"):
             run("--sizes", "science_moe", "--add", *arguments)
     for other in ("--redraw", "--estimate"):

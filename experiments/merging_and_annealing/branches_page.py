@@ -1,0 +1,166 @@
+"""The page of the experiment: tables, the row of the index, and the figure.
+
+All differences are of the loss of a merge of the trunk less that of an annealed model, so that a positive one says that
+the annealing is better.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pma_jax.evaluation.sweep import RAW
+from pma_jax.reporting.drawing import to_png
+from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
+from pma_jax.studies import pages
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, judge
+
+POINTS, BLOCKS, BEST = "all points", "all block means", "the best merge"
+DECAYS = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "1 - sqrt"}
+WORDS = {"equal": "equal", "higher": "annealing is better", "lower": "merging is better", "not shown": "not shown"}
+
+
+def of_branch(size: Mapping[str, Any], branch: Mapping[str, Any], model: str) -> MeanEstimate:
+    """Estimate the loss of a model of the trunk (raw, or a merge since the fork) less that of a branch at its end."""
+    end = str(branch["end"])
+    text = RAW.text if model == RAW.text else branch["compared"][model]
+    trunk = size["trunk"][end]
+    return difference_over_documents(trunk["nats"][text][end], branch["nats"][RAW.text][end], trunk["document_tokens"])
+
+
+def of_target(size: Mapping[str, Any], horizon: str) -> tuple[str, MeanEstimate]:
+    """Return the best merge since any fork at a horizon, and the estimate of its loss less that of the target."""
+    end, target = str(size["ends"][horizon]), size["targets"][horizon]
+    trunk = size["trunk"][end]
+    # Each was chosen on the part `select`; the longest branch has all their snapshots to choose from.
+    longest = max((b for b in size["branches"].values() if str(b["end"]) == end), key=lambda b: b["length"])
+    text, annealed = longest["compared"][BEST], target["nats"][RAW.text][str(target["end"])]
+    return text, difference_over_documents(trunk["nats"][text][end], annealed, trunk["document_tokens"])
+
+
+def tokens(size: Mapping[str, Any], units: int) -> str:
+    """Format units as millions of tokens."""
+    return f"{units * size['unit_tokens'] / 1e6:.2f}M"
+
+
+def report(results: dict[str, Any]) -> str:
+    """Format, for each size, merging against every branch, against the best annealing, and inside the annealing."""
+    margin, parts = results["made"]["margin"], []
+    for name, size in results["sizes"].items():
+        parts += [f"### {name}", format_branches(size, margin), format_targets(size, margin), format_inside(size)]
+    return "\n\n".join(parts)
+
+
+def format_branches(size: Mapping[str, Any], margin: float) -> str:
+    """Format the differences of every branch from its trunk, and what is shown of the best merge."""
+    branches = list(size["branches"].values())
+    models = (RAW.text, POINTS, BLOCKS, BEST)
+    found = {model: [of_branch(size, branch, model) for branch in branches] for model in models}
+    verdicts = {model: judge(found[model], margin) for model in models}
+    rows = []
+    for i, branch in enumerate(branches):
+        share = branch["length"] / branch["end"]
+        merged = branch["compared"][BEST]
+        rows.append(
+            [
+                tokens(size, branch["end"]),
+                f"{DECAYS[branch['shape']]}, {tokens(size, branch['length'])} ({share:.0%})",
+                *(pages.format_interval(found[model][i].interval()) for model in models[:-1]),
+                f"{pages.format_interval(found[BEST][i].interval())} ({merged})",
+                WORDS[verdicts[BEST][i]],
+            ]
+        )
+    header = ["end", "decay", "raw", *models[1:], "the best merge against the branch"]
+    return pages.format_table(header, rows) + (
+        "\n\nLoss of the trunk's model less that of the branch, nats per token, with 95% intervals over seeds and "
+        "documents; positive: annealing is better. Merges are of the trunk's snapshots over the tokens of the decay; "
+        f"the best was chosen on the part `select`. The last column is tested over all rows, equal within {margin:g} "
+        "nats and different, each with at most 5% false findings (Benjamini and Hochberg)."
+    )
+
+
+def format_targets(size: Mapping[str, Any], margin: float) -> str:
+    """Format the difference of the best merge of half of the tokens from the best annealing that ends there."""
+    lines = []
+    for horizon in size["ends"]:
+        text, estimate = of_target(size, horizon)
+        verdict = pages.describe_difference(estimate, margin)
+        lines.append(f"- {horizon} of the tokens, {text}: {verdict}.")
+    return (
+        "The best merge of the second half of the snapshots, against the best annealing that ends at the same tokens, "
+        "with its own rate, batch, length and shape ([annealing](../annealing/README.md)):\n\n" + "\n".join(lines)
+    )
+
+
+def inside(size: Mapping[str, Any], branch: Mapping[str, Any]) -> dict[int, dict[str, MeanEstimate]]:
+    """Estimate the loss of each merge of a branch's own snapshots less that of its end: {unit: {merge: estimate}}."""
+    final = branch["nats"][RAW.text][str(branch["end"])]
+    found: dict[int, dict[str, MeanEstimate]] = {}
+    for text, at in branch["nats"].items():
+        for end, nats_SD in at.items():
+            estimate = difference_over_documents(nats_SD, final, branch["document_tokens"])
+            found.setdefault(int(end), {})[text] = estimate
+    return found
+
+
+def format_inside(size: Mapping[str, Any]) -> str:
+    """Format the merges of the snapshots of the branches over the last quarter, at each quarter of the decay."""
+    rows, texts = [], []
+    for branch in size["branches"].values():
+        found = inside(size, branch)
+        if len(found) < 2:
+            continue
+        texts = list(branch["nats"])
+        for end, of_end in sorted(found.items()):
+            done = 1 - (branch["end"] - end) / branch["length"]
+            cells = [pages.format_interval(of_end[t].interval()) if t in of_end else "" for t in texts]
+            if end == branch["end"]:
+                cells[texts.index(RAW.text)] = "0"
+            rows.append([DECAYS[branch["shape"]], f"{done:.0%}", *cells])
+    return (
+        "Merging inside the annealing, over the last quarter of the tokens: loss of each model of the branch less that "
+        "at its end.\n\n" + pages.format_table(["decay", "of it done", *texts], rows)
+    )
+
+
+def summarize(results: dict[str, Any]) -> IndexRow:
+    """Summarize against which lengths merging is as good as annealing at the end of each size."""
+    margin, verdicts, effects = results["made"]["margin"], [], []
+    for name, size in results["sizes"].items():
+        branches = list(size["branches"].values())
+        said = judge([of_branch(size, branch, BEST) for branch in branches], margin)
+        at_end = [
+            (branch, verdict)
+            for branch, verdict in zip(branches, said, strict=True)
+            if branch["end"] == size["ends"]["all"] and branch["shape"] == "linear"
+        ]
+        groups: dict[str, list[str]] = {}
+        for branch, verdict in sorted(at_end, key=lambda pair: pair[0]["length"]):
+            groups.setdefault(WORDS[verdict], []).append(f"{branch['length'] / branch['end']:.0%}")
+        found = "; ".join(f"{words} for {', '.join(shares)}" for words, shares in groups.items())
+        verdicts.append(f"{name}: {found}")
+        effects.append(f"{name}: {pages.format_interval(of_target(size, 'all')[1].interval())} nats")
+    return IndexRow(
+        2,
+        "Does merging replace annealing?",
+        "PMA, Fig. 3, and WSM: it does; Ajroldi et al. and Nemotron: over short horizons only",
+        f"the best merge against a linear decay over a share of the tokens: {'. '.join(verdicts)}",
+        f"loss of the best merge less that of the best annealing, at the end: {'; '.join(effects)}",
+    )
+
+
+def draw(results: dict[str, Any]) -> dict[str, bytes]:
+    """Draw the differences of merges from branches against the length of the branch."""
+    panels = []
+    for name, size in results["sizes"].items():
+        for horizon, end in size["ends"].items():
+            group = [b for b in size["branches"].values() if b["end"] == end and b["shape"] == "linear"]
+            group.sort(key=lambda branch: branch["length"])
+            shares = [branch["length"] / end for branch in group]
+            lines = [
+                interval_line(model, shares, [of_branch(size, branch, model).interval() for branch in group])
+                for model in (POINTS, BLOCKS, BEST)
+            ]
+            title = f"{name}, {horizon}: merged − annealed, nats"
+            x = "length of the decay, share of the tokens"
+            panels.append(LinePanel(title, x, lines, zero_line=True, log_x=True))
+    return {"figure.png": to_png(draw_lines(panels))}
