@@ -33,7 +33,6 @@ QUESTIONS = (
     "stable_phase",
     "learning_rate",
     "merging_and_annealing",
-    "other_averagers",
     "weights",
     "pma_init",
     "interval_and_window",
