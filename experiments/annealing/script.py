@@ -207,7 +207,7 @@ def name_setting(shape: str, setting: dict[str, Any]) -> str:
 def format_coarse(size: dict[str, Any]) -> str:
     """Format the best setting of each shape in the first search."""
     rows = [
-        [shape, f"`{one[0]['rate']:g}`", f"`{one[0]['batch']:g}`", str(len(one)), f"{one[0]['losses'][0]:.4f}"]
+        [shape, f"`{one[0]['rate']:g}`", f"`{one[0]['batch']:g}`", str(len(one)), f"{one[0]['losses'][0]:.2f}"]
         for shape, one in sorted(size["tried"][COARSE].items(), key=lambda item: item[1][0]["losses"])
     ]
     tokens = size["tokens"] / HORIZONS["a quarter"] / 1e6
@@ -223,7 +223,7 @@ def format_settings(settings: list[dict[str, Any]]) -> str:
         if one["losses"] is None:
             rows.append([*values, "diverged", ""])
         elif len(one["losses"]) < len(best):
-            rows.append([*values, f"{one['losses'][0]:.4f} (one seed; best {best[0]:.4f})", ""])
+            rows.append([*values, f"{one['losses'][0]:.2f} (one seed; best {best[0]:.2f})", ""])
         else:
             cost = "" if one is settings[0] else pages.format_difference(one["losses"], best)
             rows.append([*values, pages.format_mean(one["losses"]), cost])

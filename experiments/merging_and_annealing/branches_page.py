@@ -9,7 +9,7 @@ from typing import Any
 
 from pma_jax.evaluation.sweep import RAW
 from pma_jax.reporting.drawing import to_png
-from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
+from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, judge
@@ -46,7 +46,8 @@ def report(results: dict[str, Any]) -> str:
     """Format, for each size, merging against every branch, against the best annealing, and inside the annealing."""
     margin, parts = results["made"]["margin"], []
     for name, size in results["sizes"].items():
-        parts += [f"### {name}", format_branches(size, margin), format_targets(size, margin), format_inside(size)]
+        parts += [f"### {name}", format_branches(size, margin), format_targets(size, margin)]
+        parts += [format_paid(size), format_inside(size)]
     return "\n\n".join(parts)
 
 
@@ -88,6 +89,47 @@ def format_targets(size: Mapping[str, Any], margin: float) -> str:
     return (
         "The best merge of the second half of the snapshots, against the best annealing that ends at the same tokens, "
         "with its own rate, batch, length and shape ([annealing](../annealing/README.md)):\n\n" + "\n".join(lines)
+    )
+
+
+def paid(size: Mapping[str, Any]) -> dict[str, list[tuple[int, list[float]]]]:
+    """Return what a model at each horizon costs in several ways: units trained until then, and the loss of each seed.
+
+    All branches and runs count that were trained for the earlier horizons too.
+    """
+    ends = list(size["ends"].values())
+    by_shape = {(b["end"], b["end"] // b["length"]): b for b in size["branches"].values() if b["shape"] == "linear"}
+    trunk = {end: size["trunk"][str(end)] for end in ends}
+    merged = [
+        (end, pages.seed_losses(trunk[end], of_target(size, horizon)[0], end)) for horizon, end in size["ends"].items()
+    ]
+    ways = {"merging": merged}
+    for divisor in (8, 4, 2):
+        if all((end, divisor) in by_shape for end in ends):
+            branches = [by_shape[end, divisor] for end in ends]
+            losses = [pages.seed_losses(branch, RAW.text, branch["end"]) for branch in branches]
+            earlier = [sum(branch["length"] for branch in branches[:i]) for i in range(len(branches))]
+            ways[f"a decay over 1/{divisor} for each"] = [
+                (end + more, loss) for end, more, loss in zip(ends, earlier, losses, strict=True)
+            ]
+    longest = by_shape.get((ends[-1], 2))
+    if longest:
+        last = pages.seed_losses(longest, RAW.text, ends[-1])
+        ways["merging, and a decay over 1/2 for the last"] = [*merged[:-1], (ends[-1], last)]
+    targets = [pages.seed_losses(target, RAW.text, target["end"]) for target in size["targets"].values()]
+    ways["a run for each, the best annealing"] = [(sum(ends[: i + 1]), losses) for i, losses in enumerate(targets)]
+    return ways
+
+
+def format_paid(size: Mapping[str, Any]) -> str:
+    """Format the tokens and the losses of several ways to have a model at each horizon."""
+    rows = [
+        [way, *(f"{tokens(size, units)}: {pages.format_mean(losses)}" for units, losses in points)]
+        for way, points in paid(size).items()
+    ]
+    return (
+        "Tokens that were trained to have a model at each horizon, those of all runs and branches until then, and its "
+        "loss (± over seeds):\n\n" + pages.format_table(["way", *size["ends"]], rows)
     )
 
 
@@ -150,8 +192,13 @@ def summarize(results: dict[str, Any]) -> IndexRow:
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """Draw the differences of merges from branches against the length of the branch."""
-    panels = []
+    panels, pareto = [], []
     for name, size in results["sizes"].items():
+        lines = [
+            Line(way, [units * size["unit_tokens"] / 1e6 for units, _ in points], [sum(x) / len(x) for _, x in points])
+            for way, points in paid(size).items()
+        ]
+        pareto.append(LinePanel(f"{name}: held-out loss", "tokens trained, millions", lines, log_x=True))
         for horizon, end in size["ends"].items():
             group = [b for b in size["branches"].values() if b["end"] == end and b["shape"] == "linear"]
             group.sort(key=lambda branch: branch["length"])
@@ -163,4 +210,4 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
             title = f"{name}, {horizon}: merged − annealed, nats"
             x = "length of the decay, share of the tokens"
             panels.append(LinePanel(title, x, lines, zero_line=True, log_x=True))
-    return {"figure.png": to_png(draw_lines(panels))}
+    return {"figure.png": to_png(draw_lines(panels)), "tokens.png": to_png(draw_lines(pareto, columns=1))}
