@@ -39,6 +39,7 @@ QUESTIONS = (
     "forecasts",
     "why_it_works",
     "replicas",
+    "growth",
 )
 
 

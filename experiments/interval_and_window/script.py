@@ -4,6 +4,7 @@ Command:   python experiments/interval_and_window/script.py --runs runs/science 
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from pma_jax.reporting.heat_map import HeatMap, draw_heat_maps
 from pma_jax.studies import pages
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.parabola import find_vertex
 from pma_jax.studies.planned import Plan, PlannedEvaluation, PlannedRun
 from pma_jax.studies.statistics import MeanEstimate, MeanInterval, difference_over_documents, judge, mean_interval
 from pma_jax.studies.study import Study
@@ -91,18 +93,12 @@ def best_window(size: Mapping[str, Any], end: int, interval: int) -> int:
 def best_spans(size: Mapping[str, Any], end: int) -> list[float]:
     """Return the best span N V of each seed, as a share of the tokens, between the windows of the grid.
 
-    It is the vertex of a parabola in log N through the losses at the finest interval around the lowest one. At an edge
-    of the grid, or if the parabola has no minimum, it is the best window itself.
+    It is where a parabola in log N, through the losses at the finest interval around the lowest one, is lowest.
     """
-    texts = available(size, end, 1)
-    x, spans = np.log(list(texts)), []
+    texts, spans = available(size, end, 1), []
     for seed in range(len(size["select"][RAW.text][str(end)])):
-        y = np.array([size["select"][text][str(end)][seed] for text in texts.values()])
-        lowest = int(y.argmin())
-        near = slice(max(lowest - NEIGHBOURS, 0), lowest + NEIGHBOURS + 1)
-        curvature, slope, _ = np.polyfit(x[near], y[near], 2) if len(x[near]) > 2 else (0.0, 0.0, 0.0)
-        vertex = -slope / (2 * curvature) if curvature > 0 else x[lowest]
-        spans.append(float(np.exp(np.clip(vertex, x[0], x[-1])) / end))
+        losses = [size["select"][text][str(end)][seed] for text in texts.values()]
+        spans.append(math.exp(find_vertex(np.log(list(texts)).tolist(), losses, NEIGHBOURS).x) / end)
     return spans
 
 

@@ -4,6 +4,7 @@ Command:   python experiments/learning_rate/script.py --runs runs/science --jobs
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.parabola import find_vertex
 from pma_jax.studies.planned import Branch, Plan, PlannedEvaluation, PlannedRun
 from pma_jax.studies.statistics import MeanEstimate, MeanInterval, difference_over_documents, mean_interval
 from pma_jax.studies.study import Study
@@ -107,17 +109,11 @@ def losses_of(size: Mapping[str, Any], model: str) -> np.ndarray:
     return np.array(rows)
 
 
-def lowest(size: Mapping[str, Any], model: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return log2 of the best rate of each seed, and the loss there: the vertex of a parabola through three rates."""
-    x, losses_RS, rates, minima = np.log2([float(rate) for rate in size["rates"]]), losses_of(size, model), [], []
-    for y in losses_RS.T:
-        middle = int(np.clip(y.argmin(), 1, len(x) - 2))
-        near = slice(middle - 1, middle + 2)
-        a, b, c = np.polyfit(x[near], y[near], 2)
-        vertex = float(np.clip(-b / (2 * a), x[0], x[-1])) if a > 0 else float(x[y.argmin()])
-        rates.append(vertex)
-        minima.append(float(a * vertex**2 + b * vertex + c) if a > 0 else float(y.min()))
-    return np.array(rates), np.array(minima)
+def lowest(size: Mapping[str, Any], model: str) -> tuple[list[float], list[float]]:
+    """Return log2 of the best rate of each seed, and the loss there, where a parabola through three rates is lowest."""
+    x = [math.log2(float(rate)) for rate in size["rates"]]
+    vertices = [find_vertex(x, y) for y in losses_of(size, model).T.tolist()]
+    return [vertex.x for vertex in vertices], [vertex.y for vertex in vertices]
 
 
 def gain_per_doubling(size: Mapping[str, Any], text: str, end: int) -> MeanInterval | None:
@@ -172,10 +168,10 @@ def format_best_rates(size: Mapping[str, Any]) -> str:
     """Format the best rate of each model, and the losses of merging and annealing, each at its own best rate."""
     best, lines = {model: lowest(size, model) for model in MODELS}, []
     for model, (rates_S, losses_S) in best.items():
-        center, low, high = (f"`{2**x:.2g}`" for x in interval_of(mean_interval(rates_S.tolist())))
+        center, low, high = (f"`{2**x:.2g}`" for x in interval_of(mean_interval(rates_S)))
         name = "raw" if model == RAW.text else model
-        lines.append(f"- {name}: {center} [{low}, {high}], loss {pages.format_mean(losses_S.tolist())}")
-    difference = pages.format_difference(best["merged"][1].tolist(), best["annealed"][1].tolist())
+        lines.append(f"- {name}: {center} [{low}, {high}], loss {pages.format_mean(losses_S)}")
+    difference = pages.format_difference(best["merged"][1], best["annealed"][1])
     return (
         "Best rate of each model, where the parabola through the three rates around the lowest is lowest (geometric "
         "mean over seeds with its 95% interval):\n\n"
@@ -209,7 +205,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         added = gain_per_doubling(size, plain.text, end)
         assert added is not None
         verdict = "grows" if added.low > 0 else "shrinks" if added.high < 0 else "does not clearly change"
-        merged, annealed = (lowest(size, model)[1].tolist() for model in ("merged", "annealed"))
+        merged, annealed = (lowest(size, model)[1] for model in ("merged", "annealed"))
         difference = pages.format_difference(merged, annealed)
         verdicts.append(
             f"{name}: the gain of {plain.text} {verdict} with the rate; each at its own best rate, merged less "
