@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import tiny
 
+from pma_jax.studies import pages
+
 FOLDER = Path(__file__).parent.parent / "experiments" / "spike_recovery"
 
 
@@ -22,9 +24,10 @@ def script():
 def test_script_trains_classifies_and_plots(script, workspace, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "BASE", [])
     monkeypatch.setattr(script, "FROM_SCRATCH", {"clean": ["schedule.peak_rate=0.01"]})
-    monkeypatch.setattr(script, "RESET", [])
-    tiny_arms = {"restart": "spikes.snapshots=1", "PMA-init N=3": "spikes.snapshots=3"}
-    monkeypatch.setattr(script, "ARMS", {arm: [key, "spikes.attempts=1"] for arm, key in tiny_arms.items()})
+    # A warm-up of its own would override the one below, which lets the tiny model survive.
+    factors = script.FACTORS | {"warm-up": {"none": "spikes.attempts=1", "25 steps": "spikes.attempts=1"}}
+    monkeypatch.setattr(script, "FACTORS", factors)
+    monkeypatch.setattr(script, "ARMS", script.factorial())
     # The ramp of tests/training/test_rollback.py: its rate makes the tiny model diverge; after a rollback it is slow.
     made = tiny.config(workspace, training__total_tokens=64 * tiny.BATCH_TOKENS)
     keys = {
@@ -61,29 +64,43 @@ def test_script_trains_classifies_and_plots(script, workspace, tmp_path, monkeyp
         "spikes.minimum_rise_nats": 0.3,
         "spikes.warmup_tokens": 800 * tiny.BATCH_TOKENS,
     }
-    arguments = ["script.py", "--runs", str(tmp_path / "runs"), "--seeds", "0", "--out", str(tmp_path / "out")]
+    arguments = ["script.py", "--runs", str(tmp_path / "runs"), "--seeds", "0,1", "--out", str(tmp_path / "out")]
+    arguments += ["--evaluation-tokens", "400"]
     monkeypatch.setattr("sys.argv", arguments + [f"--config.{key}={value}" for key, value in keys.items()])
     script.main()
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     arms = results["seeds"]["0"]
-    assert set(arms) == {"nothing", "clean", "restart", "PMA-init N=3"} and results["never_collapsed"] == []
+    back = set(script.factorial())
+    assert set(arms) == {"nothing", "clean", *back} and len(back) == 12 and results["never_collapsed"] == []
     assert arms["nothing"]["onset_tokens"] and not arms["nothing"]["went_back_to_tokens"]
-    for arm in ("restart", "PMA-init N=3"):
+    for arm in back:
         assert arms[arm]["went_back_to_tokens"][0] < arms["nothing"]["onset_tokens"]
-        assert arms[arm]["evaluations"][0] == arms["nothing"]["evaluations"][0], "identical up to the spike"
+        assert arms[arm]["curve"][0] == arms["nothing"]["curve"][0], "identical up to the spike"
     assert (tmp_path / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
-    shown = capsys.readouterr().out
-    assert script.format_table(results) in shown
+    assert script.format_report(results) in capsys.readouterr().out
     script.main()
     again = json.loads((tmp_path / "out" / "results.json").read_text())
     assert again == results, "finished runs are not trained again"
 
 
-def test_readme_table_matches_the_results(script):
-    results = json.loads((FOLDER / "results.json").read_text())
-    page = (FOLDER / "README.md").read_text()
-    assert script.format_table(results) in page
-    assert f"{results['machine_hours']:.2f} machine hours" in page
-    assert results["never_collapsed"] == [] or str(results["never_collapsed"]) in page
-    judged = script.judge(json.loads(json.dumps(results["seeds"]))[next(iter(results["seeds"]))])
-    assert judged == next(iter(results["seeds"].values())), "the verdicts follow from the numbers"
+def test_page_matches_the_results(script):
+    page, file = (FOLDER / "README.md").read_text(), FOLDER / "results.json"
+    if not file.exists():
+        assert pages.extract_results(page) == "", "a page without results.json shows no results"
+        return
+    results = json.loads(file.read_text())
+    assert pages.extract_results(page) == script.format_report(results)
+    assert pages.find_bare_figures(pages.extract_results(page)) == [] and pages.find_unknown_figures(page) == []
+    assert len(results["seeds"]) == script.COLLAPSES and results["text"]["documents"] >= 10
+    for arms in results["seeds"].values():
+        assert script.judge(json.loads(json.dumps(arms))) == arms, "the verdicts follow from the numbers"
+
+
+def test_odds_and_the_test_against_the_restart_agree_with_counts_by_hand(script):
+    page = importlib.import_module("recovery_page")
+    passes = {page.RESTART: [0] * 10, "better": [1] * 6 + [0] * 4, "same": [0] * 10}
+    seeds = {str(i): {arm: {"passes": bool(of[i])} for arm, of in passes.items()} for i in range(10)}
+    results = {"seeds": seeds}
+    assert page.against_restart(results, "better") == pytest.approx(2 * 0.5**6), "six of six differences are better"
+    assert page.against_restart(results, "same") == 1
+    assert page.format_odds([1.0] * 6 + [0.0] * 4) == "6 of 10 [26%, 88%]"

@@ -206,13 +206,22 @@ def name_setting(shape: str, setting: dict[str, Any]) -> str:
 
 def format_coarse(size: dict[str, Any]) -> str:
     """Format the best setting of each shape in the first search."""
+    shapes = sorted(size["tried"][COARSE].items(), key=lambda item: item[1][0]["losses"])
+    lowest = shapes[0][1][0]["losses"][0]
     rows = [
-        [shape, f"`{one[0]['rate']:g}`", f"`{one[0]['batch']:g}`", str(len(one)), f"{one[0]['losses'][0]:.2f}"]
-        for shape, one in sorted(size["tried"][COARSE].items(), key=lambda item: item[1][0]["losses"])
+        [
+            shape,
+            f"`{one[0]['rate']:g}`",
+            f"`{one[0]['batch']:g}`",
+            str(len(one)),
+            f"{1000 * (one[0]['losses'][0] - lowest):.1f}",
+        ]
+        for shape, one in shapes
     ]
     tokens = size["tokens"] / HORIZONS["a quarter"] / 1e6
     title = f"All shapes over {tokens:.2f}M tokens, one seed: the best setting of each"
-    return title + "\n\n" + pages.format_table(["shape", "rate", "batch", "settings", "loss"], rows)
+    header = ["shape", "rate", "batch", "settings", "above the best, thousandths of a nat"]
+    return title + "\n\n" + pages.format_table(header, rows)
 
 
 def format_settings(settings: list[dict[str, Any]]) -> str:
@@ -223,7 +232,7 @@ def format_settings(settings: list[dict[str, Any]]) -> str:
         if one["losses"] is None:
             rows.append([*values, "diverged", ""])
         elif len(one["losses"]) < len(best):
-            rows.append([*values, f"{one['losses'][0]:.2f} (one seed; best {best[0]:.2f})", ""])
+            rows.append([*values, "", f"{1000 * (one['losses'][0] - best[0]):.1f} thousandths, on one seed"])
         else:
             cost = "" if one is settings[0] else pages.format_difference(one["losses"], best)
             rows.append([*values, pages.format_mean(one["losses"]), cost])
@@ -235,7 +244,10 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     found, effects = [], []
     for name, size in results["sizes"].items():
         best, tried = size["best"]["all"], size["tried"]["all"]
-        found.append(f"{name}: {name_setting(best['shape'], tried[best['shape']][0])}".replace("`", ""))
+        chosen = tried[best["shape"]][0]
+        edge = ", a neighbour of which was not tried" if chosen["is_at_edge"] else ""
+        named = name_setting(best["shape"], chosen).replace("`", "")
+        found.append(f"{name} ({size['parameters'] / 1e6:.2f}M parameters): {named}{edge}")
         for shape, settings in tried.items():
             if shape != best["shape"]:
                 cost = pages.format_difference(settings[0]["losses"], best["losses"])
@@ -244,7 +256,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         0,
         "Annealing: which shape, length, rate and batch?",
         "none: the target of the comparisons with merging",
-        f"the lowest loss has {'; '.join(found)}",
+        f"the lowest loss over all tokens: {'; '.join(found)}",
         f"the best of the other shape, less the best: {'; '.join(effects)}",
     )
 

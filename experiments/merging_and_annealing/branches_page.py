@@ -109,15 +109,15 @@ def paid(size: Mapping[str, Any]) -> dict[str, list[tuple[int, list[float]]]]:
             branches = [by_shape[end, divisor] for end in ends]
             losses = [pages.seed_losses(branch, RAW.text, branch["end"]) for branch in branches]
             earlier = [sum(branch["length"] for branch in branches[:i]) for i in range(len(branches))]
-            ways[f"a decay over 1/{divisor} for each"] = [
+            ways[f"decays over 1/{divisor}"] = [
                 (end + more, loss) for end, more, loss in zip(ends, earlier, losses, strict=True)
             ]
     longest = by_shape.get((ends[-1], 2))
     if longest:
         last = pages.seed_losses(longest, RAW.text, ends[-1])
-        ways["merging, and a decay over 1/2 for the last"] = [*merged[:-1], (ends[-1], last)]
+        ways["merging, last decay over 1/2"] = [*merged[:-1], (ends[-1], last)]
     targets = [pages.seed_losses(target, RAW.text, target["end"]) for target in size["targets"].values()]
-    ways["a run for each, the best annealing"] = [(sum(ends[: i + 1]), losses) for i, losses in enumerate(targets)]
+    ways["the best annealing, runs for each"] = [(sum(ends[: i + 1]), losses) for i, losses in enumerate(targets)]
     return ways
 
 

@@ -34,7 +34,7 @@ from pma_jax.studies.statistics import (
 
 Model = tuple[str, str]  # a setting, and which of its models: mean, merged mean, worker, merged worker
 MODELS = ("worker", "mean", "merged worker", "merged mean")
-BOUND = 0.5  # of the share that remains: above, the workers explore; below, their noise cancels
+BOUND = 0.5  # of the share that remains: below, the averages over workers and over time largely overlap
 
 
 # --- Losses and differences -------------------------------------------------------------------------------------------
@@ -159,10 +159,10 @@ def describe_share(share: MeanInterval | None) -> str:
     share_text = pages.format_percent_interval(share)
     text = f"once snapshots are merged in time, {share_text} of what averaging over workers gains is left"
     if share.high < BOUND:
-        return f"{text}: most of it is noise that cancels"
+        return f"{text}: the averages over workers and over time largely overlap"
     if share.low > BOUND:
-        return f"{text}: most of it is what merging in time cannot give, exploration"
-    return f"{text}: noise or exploration is not decided"
+        return f"{text}: most of it is what merging in time does not give"
+    return f"{text}: whether most of it overlaps with merging in time is not decided"
 
 
 def answer(results: dict[str, Any]) -> str:
@@ -204,7 +204,7 @@ def format_answer(results: dict[str, Any]) -> str:
     lines += compare(results, f"{BOTH}, p=0.005", (f"{DILOCO}, K={WORKERS}",))
     lines += compare(results, f"{SPARTA}, p=0.05", (PERIODIC,))
     lines += compare(results, small, (ONE,))
-    return "\n".join(["**Noise that cancels, or exploration by different workers?**", "", *lines])
+    return "\n".join(["**Does averaging over workers gain what merging in time gains?**", "", *lines])
 
 
 def format_first(results: dict[str, Any]) -> str:
@@ -393,8 +393,8 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     ]
     return IndexRow(
         10,
-        "Averaging between workers: noise that cancels, or exploration?",
+        "Averaging between workers: does it gain what merging in time gains?",
         "DiLoCo, SPARTA: workers explore, and averages of them generalize better; local SGD: their noise cancels",
-        f"at {base}, {answer(results)}",
+        f"at {base} (K workers, averaged every H steps), {answer(results)}",
         "raw − merged in time: " + "; ".join(gains),
     )

@@ -2,7 +2,7 @@
 
 Command:   python experiments/spike_recovery/script.py --runs runs/spike_recovery
 
-For each seed, in order, a small decoder is trained at a rate that is far too high. The first three seeds whose runs
+For each seed, in order, a small decoder is trained at a rate that is far too high. The first ten seeds whose runs
 collapse permanently are used: each arm starts from the collapsing run's own state and snapshots from before the spike,
 reaches the spike, and reacts to it as its configuration specifies. Arms that --runs already contains are not repeated,
 so several processes can share the seeds (--seeds), and one more collects the results. Other options
@@ -10,19 +10,40 @@ so several processes can share the seeds (--seeds), and one more collects the re
 """
 
 import argparse
+import dataclasses
+import functools
+import itertools
 import json
-import os
 import shutil
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+import jax
+from recovery_page import NOTHING, arm_name, draw, format_report, judge
+
+from pma_jax import config as configuration
+from pma_jax.data.sampling import REPORT
+from pma_jax.evaluation.held_out import read_sample_of_run
+from pma_jax.evaluation.sweep import RAW
+from pma_jax.evaluation.trajectory import evaluate_pairs
+from pma_jax.runs import states
+from pma_jax.runs.directory import create_run, is_run, open_run
+from pma_jax.storage.paths import absolute_path
+from pma_jax.studies import pages
+from pma_jax.training import loop, rollback
+
 FOLDER = Path(__file__).parent
-COLLAPSES = 3  # collapsed seeds to use
+COLLAPSES = 10  # collapsed seeds to use
+SEEDS = range(10, 40)  # tried in this order; the setting and the detector were chosen on seeds 0 to 3
 STEP = 512  # tokens per step
+TRAINING_EVALUATION_TOKENS = 8192
+EVALUATION_TOKENS = 131_072  # of the losses that decide whether an arm passes
+BEFORE = 3  # snapshots before the spike whose median loss is the reference
 RATE, CLEAN_RATE = 0.08, 0.01  # peak learning rates: of the runs that collapse, and of the arm `clean`
 BASE = [
+    "data.package=stdlib-without-tests",
     "model.width=32",
     "model.layers=4",
     "model.heads=2",
@@ -44,7 +65,7 @@ BASE = [
     f"checkpoint.state_interval_tokens={25 * STEP}",
     "checkpoint.keep_states=1000",
     "checkpoint.keep_states_at_tokens=()",
-    "evaluation.tokens=8192",
+    f"evaluation.tokens={TRAINING_EVALUATION_TOKENS}",
     "preview.windows=()",
     "mesh.cpu_devices=1",
     # A batch of 512 tokens is noisy (spread 0.2 nats): a collapse rises only a few spreads, but it lasts.
@@ -54,22 +75,37 @@ BASE = [
     "spikes.minimum_rise_nats=0.2",
     "spikes.confirm_steps=20",
 ]
-ROLL_BACK = ["spikes.attempts=1", "spikes.optimizer=restore"]
-RESET = ["spikes.attempts=1", "spikes.optimizer=reset", f"spikes.warmup_tokens={25 * STEP}"]
-NOTHING = "nothing"
-COLUMN_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.4, 6.0, 0.9  # of the figure
-SHARE_BEFORE_SPIKE = 0.25  # of a panel's width
 FROM_SCRATCH = {  # arms that are trained from the first step
     "clean": [f"schedule.peak_rate={CLEAN_RATE}"],
     "skip updates": ["spikes.skip_gradient_z=4"],
 }
+ROLL_BACK = ("spikes.attempts=1",)
+WINDOWS = (1, 3, 5)  # snapshots whose mean a run goes back to
+# Of the arms that go back: what each level sets. `recovery_page` reads the levels from the names of the arms.
+FACTORS = {
+    "optimizer": {"restored": "spikes.optimizer=restore", "reset": "spikes.optimizer=reset"},
+    "warm-up": {"none": "spikes.warmup_tokens=0", "25 steps": f"spikes.warmup_tokens={25 * STEP}"},
+    "N": {str(n): f"spikes.snapshots={n}" for n in WINDOWS},
+}
+
+
+def factorial() -> dict[str, list[str]]:
+    """Return the arms that go back to a mean of snapshots, one per combination of the levels of `FACTORS`."""
+    names = [list(levels) for levels in FACTORS.values()]
+    return {
+        arm_name(n, optimizer, warm_up): [
+            *ROLL_BACK,
+            FACTORS["optimizer"][optimizer],
+            FACTORS["warm-up"][warm_up],
+            FACTORS["N"][n],
+        ]
+        for optimizer, warm_up, n in itertools.product(*names)
+    }
+
+
 ARMS = {  # arms that start before the spike of `nothing`
-    "restart": [*ROLL_BACK, "spikes.snapshots=1"],
-    "restart, pass over data": [*ROLL_BACK, "spikes.snapshots=1", "spikes.skip_data=true"],
-    "PMA-init N=3, optimizer restored": [*ROLL_BACK, "spikes.snapshots=3"],
-    "PMA-init N=1": [*RESET, "spikes.snapshots=1"],
-    "PMA-init N=3": [*RESET, "spikes.snapshots=3"],
-    "PMA-init N=5": [*RESET, "spikes.snapshots=5"],
+    "restart, pass over data": [*ROLL_BACK, "spikes.optimizer=restore", "spikes.snapshots=1", "spikes.skip_data=true"],
+    **factorial(),
 }
 
 
@@ -77,16 +113,18 @@ def main() -> None:
     """Train the arms that --runs does not contain yet, then write results.json and figure.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, required=True, help="directory of the runs")
-    parser.add_argument("--seeds", default="0,1,2,3,4,5,6,7", help="seeds, tried in this order")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="seeds, tried in this order")
     parser.add_argument("--out", type=Path, default=FOLDER, help="directory of results.json and figure.png")
+    parser.add_argument("--evaluation-tokens", type=int, default=EVALUATION_TOKENS, help="held-out tokens of verdicts")
     options, rest = parser.parse_known_args()
     overrides = [word.removeprefix("--config.") for word in rest]
+    train_arm = functools.partial(train, evaluation_tokens=options.evaluation_tokens)
     options.runs.mkdir(parents=True, exist_ok=True)
-    # Forty runs share a few programs: compile each of them once.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(options.runs.resolve() / "compiled"))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    # All runs share a few programs: compile each of them once.
+    jax.config.update("jax_compilation_cache_dir", str(options.runs.resolve() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
-    seeds: dict[int, dict[str, Any]] = {}
+    seeds: dict[str, dict[str, Any]] = {}
     never_collapsed = []
     for seed in map(int, options.seeds.split(",")):
         folder = options.runs / str(seed)
@@ -99,64 +137,58 @@ def main() -> None:
         for arm, keys in ARMS.items():
             copy_before_spike(folder, arm, seed, [*overrides, *keys], nothing["onset_tokens"])
             arms[arm] = train_arm(folder, arm, seed, [*overrides, *keys])
-        seeds[seed] = judge(arms)
+        seeds[str(seed)] = judge(arms)
         if len(seeds) == COLLAPSES:
             break
     results = {
         "rate": RATE,
         "clean_rate": CLEAN_RATE,
-        "held_out": next((arms[NOTHING]["held_out"] for arms in seeds.values()), None),
+        "text": next((arms[NOTHING]["text"] for arms in seeds.values()), None),
         "seeds": seeds,
         "never_collapsed": never_collapsed,
-        "summary": summarize(seeds),
         "machine_hours": sum(arm["seconds"] for arms in seeds.values() for arm in arms.values()) / 3600,
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     if seeds:
-        (options.out / "figure.png").write_bytes(draw(seeds))
-    print(format_table(results))
+        (options.out / "figure.png").write_bytes(draw(results))
+        page = options.out / "README.md"
+        if page.exists():
+            page.write_text(pages.replace_results(page.read_text(), format_report(results)))
+        print(format_report(results))
 
 
 def make_config(seed: int, overrides: list[str]) -> Any:
     """Return the configuration of a run."""
-    from pma_jax import config as configuration
-
     raw = configuration.load("demo")
     configuration.override(raw, [*BASE, *overrides, f"training.seed={seed}"])
     return configuration.resolve(raw)
 
 
-def train_arm(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[str, Any]:
+def train(folder: Path, arm: str, seed: int, overrides: list[str], evaluation_tokens: int) -> dict[str, Any]:
     """Train one arm until it completes or gives up; return its record, which is stored next to the run."""
-    from pma_jax.training import rollback
-    from pma_jax.training.loop import train
-
     path = folder / folder_name(arm)
     record_path = path.with_suffix(".json")
     if record_path.exists():
         return json.loads(record_path.read_text())
-    from pma_jax.data.sampling import REPORT
-    from pma_jax.evaluation.held_out import read_sample_of_run
-    from pma_jax.evaluation.sweep import RAW
-    from pma_jax.evaluation.trajectory import evaluate_pairs
-    from pma_jax.runs.directory import open_run
-
     began, error = time.perf_counter(), None
     try:
-        train(make_config(seed, overrides), path)
+        loop.train(make_config(seed, overrides), path)
     except ValueError as raised:
         error = str(raised)
     run = open_run(path)
     records, events = run.metrics, rollback.events(run)
     declared = [r for r in records if r["kind"] == "spike" and r["verdict"] == "irrecoverable"]
     steps = [r for r in records if r["kind"] == "train"]
+    onset = declared[0]["onset_tokens"] if declared else None
+    before = [s.tokens for s in run.snapshots if onset is not None and s.tokens < onset][-BEFORE:]
     # The losses of the marks are on the part `select`; what is published is on the part `report`.
-    evaluated = evaluate_pairs(run, [(RAW, snapshot.tokens) for snapshot in run.snapshots], REPORT)
-    text = read_sample_of_run(run, REPORT, run.config.evaluation).describe()
+    config = dataclasses.replace(run.config.evaluation, tokens=evaluation_tokens)
+    wanted = [*before, run.snapshots[-1].tokens]
+    evaluated = evaluate_pairs(run, [(RAW, tokens) for tokens in wanted], REPORT, config)
     evaluations = sorted([tokens, loss.loss] for (_, tokens), loss in evaluated.items())
     record = {
-        "onset_tokens": declared[0]["onset_tokens"] if declared else None,
+        "onset_tokens": onset,
         "went_back_to_tokens": [event["tokens"] for event in events],
         "declared_tokens": [event["spike"]["tokens"] for event in events] + [r["tokens"] for r in declared],
         "gave_up": error,
@@ -165,7 +197,7 @@ def train_arm(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[s
         "skipped_updates": steps[-1].get("skipped_updates"),
         "seconds": time.perf_counter() - began,
         "evaluations": evaluations,
-        "held_out": text,
+        "text": read_sample_of_run(run, REPORT, config).describe(),
         "curve": thin_curve(steps),
     }
     record_path.write_text(json.dumps(record) + "\n")
@@ -174,10 +206,6 @@ def train_arm(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[s
 
 def copy_before_spike(folder: Path, arm: str, seed: int, overrides: list[str], onset_tokens: int) -> None:
     """Create an arm's run from the collapsing run before its spike: its state, snapshots and metrics."""
-    from pma_jax.runs import states
-    from pma_jax.runs.directory import create_run, is_run, open_run
-    from pma_jax.storage.paths import absolute_path
-
     path = folder / folder_name(arm)
     if path.with_suffix(".json").exists() or is_run(path):
         return
@@ -193,52 +221,6 @@ def copy_before_spike(folder: Path, arm: str, seed: int, overrides: list[str], o
     create_run(path, make_config(seed, overrides), source.metadata)
 
 
-def judge(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Add to each arm whether it passed the spike and recovered.
-
-    The reference is the median of the last three held-out losses before the spike. An arm passes if it did not give
-    up, no spike was declared after its last rollback, and its last loss is at most 0.1 nats above the reference. It has
-    recovered (`back`) if its last loss is also not above the reference.
-    """
-    onset = arms[NOTHING]["onset_tokens"]
-    before = statistics.median([loss for tokens, loss in arms[NOTHING]["evaluations"] if tokens < onset][-3:])
-    for record in arms.values():
-        spikes_again = len(record["declared_tokens"]) > len(record["went_back_to_tokens"])
-        completed = not record["gave_up"] and not spikes_again
-        record["before_loss"] = before
-        record["passes"] = completed and record["final_loss"] <= before + 0.1
-        record["back"] = completed and record["final_loss"] <= before
-        record["above_clean"] = record["final_loss"] - arms["clean"]["final_loss"]
-    return arms
-
-
-def summarize(seeds: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Summarize each arm over the seeds."""
-    return {
-        arm: {
-            "passes": sum(s[arm]["passes"] for s in seeds.values()),
-            "back": sum(s[arm]["back"] for s in seeds.values()),
-            "of": len(seeds),
-            "final_losses": [s[arm]["final_loss"] for s in seeds.values()],
-            "above_before": [s[arm]["final_loss"] - s[arm]["before_loss"] for s in seeds.values()],
-        }
-        for arm in (next(iter(seeds.values())) if seeds else ())
-    }
-
-
-def format_table(results: dict[str, Any]) -> str:
-    """Format the README's table."""
-    lines = [
-        "| arm | passes the spike | back at the loss before it | last held-out loss, each seed | less that before |"
-    ]
-    lines.append("|---|---|---|---|---|")
-    for arm, row in results["summary"].items():
-        losses = " / ".join(f"{x:.2f}" for x in row["final_losses"])
-        above = " / ".join(f"{x:+.2f}" for x in row["above_before"])
-        lines.append(f"| {arm} | {row['passes']} of {row['of']} | {row['back']} of {row['of']} | {losses} | {above} |")
-    return "\n".join(lines)
-
-
 def thin_curve(steps: list[dict[str, Any]], every: int = 10) -> list[list[float]]:
     """Return [tokens, median loss, largest gradient norm] of every `every` steps."""
     groups = [steps[i : i + every] for i in range(0, len(steps), every)]
@@ -250,43 +232,6 @@ def thin_curve(steps: list[dict[str, Any]], every: int = 10) -> list[list[float]
         ]
         for group in groups
     ]
-
-
-def draw(seeds: dict[int, dict[str, Any]]) -> bytes:
-    """Draw loss and gradient norm against tokens as PNG: one column per seed, one line per arm (PMA, Figure 7).
-
-    Each panel starts shortly before the spike of the arm `nothing`, and marks it by a vertical line.
-    """
-    from pma_jax.reporting.drawing import LIGHT, MARKERS, SERIES_COLORS, SMALL_POINTS, label_panel, new_figure, to_png
-
-    figure = new_figure(COLUMN_INCHES * len(seeds), HEIGHT_INCHES + LEGEND_INCHES)
-    grid = figure.subplots(2, len(seeds), sharex="col", squeeze=False)
-    for column, (seed, arms) in enumerate(seeds.items()):
-        onset, end = arms[NOTHING]["onset_tokens"], max(p[0] for arm in arms.values() for p in arm["curve"])
-        start = max(onset - SHARE_BEFORE_SPIKE / (1 - SHARE_BEFORE_SPIKE) * (end - onset), 0)
-        for axes, title, index in zip(
-            grid[:, column], ("training loss, nats per token", "gradient norm"), (1, 2), strict=True
-        ):
-            for i, (name, arm) in enumerate(arms.items()):
-                points = [p for p in arm["curve"] if p[0] >= start]
-                axes.plot(
-                    [p[0] / 1e6 for p in points],
-                    [p[index] for p in points],
-                    color=SERIES_COLORS[i % len(SERIES_COLORS)],
-                    marker=MARKERS[i % len(MARKERS)],
-                    markevery=(3 * i % 11, 12),
-                    markersize=3.5,
-                    linewidth=1.0,
-                    label=name,
-                )
-            axes.axvline(onset / 1e6, color=LIGHT.ink, linewidth=0.8, linestyle=(0, (2, 3)))
-            axes.grid(axis="y", color=LIGHT.grid)
-            label_panel(axes, f"seed {seed}: {title}", "tokens, millions" if index == 2 else "")
-        grid[1, column].set_yscale("log")
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=SMALL_POINTS, frameon=False)
-    figure.tight_layout(rect=(0, LEGEND_INCHES / (HEIGHT_INCHES + LEGEND_INCHES), 1, 1))
-    return to_png(figure, dpi=110)
 
 
 def folder_name(arm: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax.config.errors import UserError
+from pma_jax.data.sampling import SELECT
 from pma_jax.studies.statistics import (
     MeanEstimate,
     MeanInterval,
@@ -22,6 +23,7 @@ from pma_jax.studies.statistics import (
 
 RESULTS_BEGIN, RESULTS_END = "<!-- results: made by the script, not by hand -->", "<!-- end of results -->"
 OLD_TEXT = "Made on the old text: judged on two held-out documents, with untuned settings; to be answered again"
+SETTINGS = "Settings that the others stand on, chosen on tuning seeds and the part `select` of the held-out documents"
 INDEX_HEADER = ("question", "claim", "what we found", "effect (95% interval)")
 
 
@@ -66,14 +68,15 @@ def format_percent_interval(interval: MeanInterval) -> str:
 def describe_difference(estimate: MeanEstimate, margin: float, digits: int = 4) -> str:
     """Say what an estimate of the loss of one model less that of another shows, in words that claim no more.
 
-    "Equal" needs the test of equivalence (TOST) within `margin` nats; a 95% interval that contains 0 shows no
-    difference, and says how large one may be.
+    "Equal" needs the test of equivalence (TOST) within `margin` nats, which is that the 90% interval lies within it. A
+    95% interval that contains 0 shows no difference, and says how large one may be.
     """
     interval = estimate.interval()
     if estimate.equivalence_p_value(margin) < 0.05:
-        return f"equal within {margin:g} nats: {format_interval(interval, digits)}"
+        return f"equal within {margin:g} nats: {format_interval(estimate.interval(0.9), digits)} (90%)"
     if interval.low <= 0 <= interval.high:
-        return f"no difference shown (±{max(abs(interval.low), abs(interval.high)):.{digits}f} nats)"
+        half_width = interval.high - interval.mean
+        return f"no difference shown: {interval.mean:+.{digits}f} ± {half_width:.{digits}f} nats"
     return f"{'higher' if interval.mean > 0 else 'lower'} by {format_size(interval, digits)} nats"
 
 
@@ -176,8 +179,11 @@ def format_index(folder: Path) -> str:
     """Format a table of the experiments in `folder` per text that they were judged on; each row links to a page."""
     sections = []
     for text, rows in read_index(folder).items():
-        cells = ([f"[{r.question}]({name}/README.md)", r.claim, r.found, r.effect] for name, r in rows.items())
-        sections.append(f"**{text}.**\n\n{format_table(INDEX_HEADER, cells)}")
+        is_choice = text.startswith(SETTINGS)
+        cells = [[f"[{r.question}]({name}/README.md)", r.claim, r.found, r.effect] for name, r in rows.items()]
+        header = INDEX_HEADER[:1] + INDEX_HEADER[2:3] if is_choice else INDEX_HEADER
+        shown = [[row[0], row[2]] for row in cells] if is_choice else cells
+        sections.append(f"**{text}.**\n\n{format_table(header, shown)}")
     return "\n\n".join(sections)
 
 
@@ -188,16 +194,19 @@ def format_summary(folder: Path) -> str:
         if text == OLD_TEXT:
             old = len(rows)
             continue
+        effect = "" if text.startswith(SETTINGS) else " ({0.effect})"
         for name, row in rows.items():
-            lines.append(f"- [{row.question}]({folder.name}/{name}/README.md) {row.found} ({row.effect}).")
+            lines.append(f"- [{row.question}]({folder.name}/{name}/README.md) {row.found}{effect.format(row)}.")
     if old:
         lines.append(f"- Further questions with answers on older text, which are to be made again: {old}.")
     return "\n".join(lines)
 
 
 def name_text(made: Mapping[str, Any]) -> str:
-    """Name the text that results were made on."""
-    if text := made.get("text"):
+    """Name the text that results were made on; results on the part `select` are settings, which others stand on."""
+    if (text := made.get("text")) and made.get("part") == SELECT:
+        return f"{SETTINGS} of {text['corpus']} ({text['corpus_digest'][:12]})"
+    if text:
         return f"Judged on a sample of all held-out documents of {text['corpus']} ({text['corpus_digest'][:12]})"
     return OLD_TEXT
 

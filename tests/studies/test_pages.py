@@ -73,14 +73,14 @@ def test_results_of_another_text_stand_in_a_table_of_their_own_after_the_others(
 @pytest.mark.parametrize(
     ("mean", "error", "said"),
     [
-        (0.0001, 0.0002, "equal within 0.003 nats: +0.0001 [-0.0004, +0.0006]"),
-        (0.001, 0.002, "no difference shown (±0.0057 nats)"),
+        (0.0001, 0.0002, "equal within 0.003 nats: +0.0001 [-0.0003, +0.0005] (90%)"),
+        (0.001, 0.002, "no difference shown: +0.0010 ± 0.0047 nats"),
         (0.02, 0.002, "higher by 0.0200 [0.0153, 0.0247] nats"),
         (-0.02, 0.002, "lower by 0.0200 [0.0153, 0.0247] nats"),
     ],
 )
 def test_words_of_a_difference_claim_no_more_than_its_tests(mean, error, said):
-    # Student's t with 7 degrees of freedom: 2.365.
+    # Student's t with 7 degrees of freedom: 2.365 at 95%, 1.895 at 90%.
     assert pages.describe_difference(MeanEstimate(mean, error, 7, 8), margin=0.003) == said
     assert pages.find_bare_figures(said) == []
 
