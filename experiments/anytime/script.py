@@ -31,7 +31,7 @@ from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.studies import tuning
 from pma_jax.studies.experiment import run_experiment
-from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all
+from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all, get_by_seed
 from pma_jax.studies.study import DECIMALS, Study
 from pma_jax.studies.targets import HORIZONS, read_target, target_runs
 from pma_jax.studies.tuning import TUNING_SEEDS, Contender, Tuned
@@ -242,7 +242,7 @@ def measure_rival(study: Study, size: str, rival: Rival, setting: Sequence[str])
     measured = {}
     for i, (horizon, end) in enumerate(ends(study).items()):
         which = i if rival.needs_horizon else 0
-        get = functools.partial(get_run, study, {seed: of[which] for seed, of in runs.items()})
+        get = get_by_seed(study, [of[which] for of in runs.values()])
         losses = study.document_losses_over_seeds(get, cells[horizon], [end], REPORT)
         texts = {group: cell.text for group, cell in chosen[horizon].items()}
         if rival.name == CONSTANT:
@@ -253,11 +253,6 @@ def measure_rival(study: Study, size: str, rival: Rival, setting: Sequence[str])
             losses["nats"] |= same["nats"] | {texts[CEILING]: {str(end): np.round(each, DECIMALS).tolist()}}
         measured[horizon] = {"chosen": texts, **losses}
     return measured
-
-
-def get_run(study: Study, runs: dict[int, PlannedRun], seed: int) -> Any:
-    """Return the trained run of a seed."""
-    return runs[seed].get(study)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Command:   python experiments/learning_rate/script.py --runs runs/science --jobs 2
 """
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from pma_jax.studies import pages
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.parabola import find_vertex
-from pma_jax.studies.planned import Branch, Plan, PlannedEvaluation, PlannedRun
+from pma_jax.studies.planned import Branch, Plan, PlannedEvaluation, PlannedRun, get_by_seed
 from pma_jax.studies.statistics import MeanEstimate, MeanInterval, difference_over_documents, mean_interval
 from pma_jax.studies.study import Study
 
@@ -71,19 +70,13 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
             runs = [trunk_and_branch(study, size, factor, seed, part) for seed in study.seeds]
             reading = runs[0][0].study(study)
             for i, name in enumerate(("trunk", "annealed")):
-                by_seed = {run[i].seed: run[i] for run in runs}
-                get = functools.partial(get_run, study, by_seed)
+                get = get_by_seed(study, [run[i] for run in runs])
                 cells = runs[0][i].evaluations[0].cells
                 ends = at if name == "trunk" else at[-1:]
                 key = name if part == REPORT else f"select_{name}"
                 measured[key] = reading.document_losses_over_seeds(get, cells, ends, part)
         rates[f"{factor * rate:.4g}"] = measured
     return study.describe_size(size) | {"ends": at, "rates": rates}
-
-
-def get_run(study: Study, runs: dict[int, PlannedRun], seed: int) -> Any:
-    """Return the trained run of a seed."""
-    return runs[seed].get(study)
 
 
 def best_merge(measured: Mapping[str, Any], end: int) -> str:

@@ -17,7 +17,7 @@ from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.planned import Branch as PlannedBranch
-from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all
+from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all, get_by_seed
 from pma_jax.studies.study import Study
 from pma_jax.studies.targets import HORIZONS, read_target, target_runs
 
@@ -98,7 +98,7 @@ def plan(study: Study) -> Plan:
     """List the trunks, the branches and the targets; which merges are judged on the part `report` is known later."""
     work: list[PlannedRun | OtherWork] = []
     for size in study.sizes:
-        work += [run for of in trunk_runs(study, size).values() for run in of]
+        work += trunk_runs(study, size)
         work += [run for of in branch_runs(study, size).values() for run in of.values()]
         work += [run for of in target_runs(study, ANNEALING, size).values() for run in of]
         read = 3 * len(branches(study)) * study.evaluation_tokens
@@ -112,13 +112,13 @@ def trunk_cells(study: Study, end: int) -> list[Cell]:
     return list(dict.fromkeys(cell for length in lengths for cell in merges(length)))
 
 
-def trunk_runs(study: Study, size: str) -> dict[int, list[PlannedRun]]:
-    """List the trunks by their seeds; their merges are judged on half of the tokens of the part `select`."""
+def trunk_runs(study: Study, size: str) -> list[PlannedRun]:
+    """List the trunks, one per seed; their merges are judged on half of the tokens of the part `select`."""
     evaluations = tuple(
         PlannedEvaluation(tuple(trunk_cells(study, end)), (end,), SELECT) for end in ends(study).values()
     )
     tokens = study.evaluation_tokens // 2
-    return {seed: [PlannedRun(size, seed, (), None, evaluations, 0, tokens)] for seed in study.seeds}
+    return [PlannedRun(size, seed, (), None, evaluations, 0, tokens) for seed in study.seeds]
 
 
 def branch_runs(study: Study, size: str) -> dict[Branch, dict[int, PlannedRun]]:
@@ -154,7 +154,7 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
     annealed = {}
     for branch, runs in branch_runs(study, size).items():
         evaluation = runs[study.seeds[0]].evaluations[0]
-        get = functools.partial(get_run, study, runs)
+        get = get_by_seed(study, runs.values())
         measured = study.document_losses_over_seeds(get, evaluation.cells, evaluation.ends, REPORT)
         compared = {BEST: chosen[branch].text, POINTS: plain(branch.length).text}
         compared[BLOCKS] = plain(branch.length, "block_mean").text
@@ -163,18 +163,12 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
     return study.describe_size(size) | {"ends": ends(study), "trunk": trunk, "branches": annealed, "targets": targets}
 
 
-def get_run(study: Study, runs: dict[int, PlannedRun], seed: int) -> Any:
-    """Return the trained run of a seed."""
-    return runs[seed].get(study)
-
-
 def choose(study: Study, size: str) -> dict[Branch, Cell]:
     """Choose the best merge for each branch by its mean over seeds on the part `select`."""
     means: dict[tuple[Cell, int], float] = {}
     for end in ends(study).values():
-        each = []
-        for run in trunk_runs(study, size).values():
-            each.append(run[0].study(study).losses(run[0].get(study), trunk_cells(study, end), [end], SELECT))
+        runs, cells = trunk_runs(study, size), trunk_cells(study, end)
+        each = [run.study(study).losses(run.get(study), cells, [end], SELECT) for run in runs]
         means |= {pair: float(np.mean([losses[pair] for losses in each])) for pair in each[0]}
     return {
         branch: min(

@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if is_process and status:
             end_process_soon(status)
+            _discard_unwritable_output()
     if is_process:
         signals.finish(status)
     return status
@@ -162,6 +163,16 @@ def _print_error(line: str) -> None:
 def _print_line(line: str) -> None:
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
+
+
+def _discard_unwritable_output() -> None:
+    """Discard what standard output holds if it cannot be written: at exit, the interpreter would change the status."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _discard_closed_outputs() -> bool:

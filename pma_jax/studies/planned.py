@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,12 @@ class OtherWork:
 
 
 Plan = Sequence[PlannedRun | OtherWork]
+
+
+def get_by_seed(study: Study, runs: Iterable[PlannedRun]) -> Callable[[int], Run]:
+    """Return a function from a seed to the trained run, as `Study.losses_over_seeds` takes it, for one run per seed."""
+    by_seed = {run.seed: run for run in runs}
+    return lambda seed: by_seed[seed].get(study)
 
 
 def measure_raw_and_merged(study: Study, runs: Sequence["PlannedRun"], count: int) -> list[dict[str, list[float]]]:

@@ -8,7 +8,7 @@ from pma_jax.config.errors import UserError
 from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation.sweep import RAW
 from pma_jax.storage.json_files import parse_untrusted_json
-from pma_jax.studies.planned import PlannedEvaluation, PlannedRun
+from pma_jax.studies.planned import PlannedEvaluation, PlannedRun, get_by_seed
 from pma_jax.studies.study import Study
 
 HORIZONS = {"a quarter": 4, "half": 2, "all": 1}  # of a size's tokens: name -> divisor
@@ -47,8 +47,7 @@ def read_target(study: Study, runs: Sequence[PlannedRun]) -> dict[str, Any]:
         "setting": overrides. "end": its last unit. "document_tokens" and "nats", as
         `Study.document_losses_over_seeds` returns them.
     """
-    by_seed = {run.seed: run for run in runs}
-    losses = study.document_losses_over_seeds(lambda seed: by_seed[seed].get(study), [RAW], [runs[0].units], REPORT)
+    losses = study.document_losses_over_seeds(get_by_seed(study, runs), [RAW], [runs[0].units], REPORT)
     return {"setting": list(runs[0].changes), "end": runs[0].units, **losses}
 
 

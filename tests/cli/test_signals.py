@@ -1,6 +1,5 @@
 """SIGTERM and SIGINT in real processes: at every moment from the first line of `main` on, 143 and 130."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -164,13 +163,14 @@ def test_closed_output_is_not_an_error(finished):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is full")
-def test_output_on_a_full_disk_is_one_line(finished):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_on_a_full_disk_is_one_line(finished, unbuffered):
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
             tiny.command("inspect", finished.path),
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            env=tiny.environment() | {"PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "")},
+            env=tiny.environment() | {"PYTHONUNBUFFERED": unbuffered},
         )
     assert (ended.returncode, ended.stderr) == (1, "error: [Errno 28] No space left on device\n")
