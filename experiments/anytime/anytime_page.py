@@ -31,7 +31,7 @@ def report(results: dict[str, Any]) -> str:
     margin, parts = results["made"]["margin"], []
     for name, size in results["sizes"].items():
         parts += [f"### {name}", describe_targets(size), format_differences(size, margin)]
-        parts += [format_settings(size), format_costs(size)]
+        parts += [format_settings(size), format_tried(size), format_costs(size)]
     return "\n\n".join(parts)
 
 
@@ -119,6 +119,22 @@ def format_settings(size: dict[str, Any]) -> str:
         "and on tuning seeds; the others were judged at a quarter, on one seed."
     )
     return pages.format_table(header, rows) + "\n\n" + note
+
+
+def format_tried(size: dict[str, Any]) -> str:
+    """List every setting that was tried of each contender; all contenders have the same number."""
+    rows = []
+    for rival, tried in size["tried"].items():
+        keys = " / ".join(text.partition("=")[0].rpartition(".")[2] for text in tried[0]["setting"])
+        each = []
+        for one in tried:
+            values = " / ".join(text.partition("=")[2] for text in one["setting"])
+            loss = f"{sum(one['losses']) / len(one['losses']):.2f}" if one["losses"] else "diverged"
+            seeds = f", {len(one['losses'])} seeds" if one["losses"] and len(one["losses"]) > 1 else ""
+            each.append(f"`{values}`: {loss}{seeds}")
+        rows.append([rival, f"`{keys}`", "; ".join(each)])
+    table = pages.format_table(["contender", "keys", "settings and losses"], rows)
+    return f"<details><summary>All settings</summary>\n\n{table}\n\n</details>"
 
 
 def best_cell(size: dict[str, Any]) -> tuple[str, str]:
