@@ -5,7 +5,7 @@
 
 The reference reads each input once per end, and writes as many files as the sweep makes merges (with the raw checkpoint
 of each end), one after the other, each flushed to the disk. Every round measures both, in turn. The script removes its
-files at the end, and prints one JSON object: medians of wall seconds, and their ratio.
+files at the end, and prints one JSON object: medians of wall seconds with their ranges, and their ratio.
 """
 
 import argparse
@@ -96,6 +96,7 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     shutil.rmtree(folder)
     result = {"merges": merges, "megabytes": arguments.megabytes, "ends": arguments.ends, "seconds": medians}
+    result["range"] = {name: [min(values), max(values)] for name, values in seconds.items()}
     print(json.dumps(result | {"ratio": medians["sweep"] / medians["reference"]}, indent=1))
 
 

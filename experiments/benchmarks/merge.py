@@ -6,7 +6,8 @@
     python experiments/benchmarks/merge.py SCRATCH --cold    drop the inputs from the page cache before each run
 
 The script writes its inputs to SCRATCH (about 11 checkpoints, as safetensors and as Orbax), removes them at the end,
-and prints one JSON object: medians of wall seconds and peak resident MB, and the ratios that the bars refer to.
+and prints one JSON object: medians of wall seconds, with their range, and of peak resident MB, and the ratios that the
+bars refer to.
 """
 
 import argparse
@@ -122,16 +123,18 @@ def peak_resident_mb() -> float:
 def measure(
     methods: list[str], inputs: list[Path], scratch: Path, rounds: int, cold: bool, mergekit_python: str = ""
 ) -> dict[str, dict[str, float]]:
-    """Run the methods alternately, `rounds` times each; return the medians per method."""
+    """Run the methods alternately, `rounds` times each; return the medians and the range of the time per method."""
     runs: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
     for _ in range(rounds):
         for method in methods:
             python = mergekit_python if method == "mergekit" else sys.executable
             runs[method].append(run(method, inputs, scratch / "out", python, cold))
-    return {
-        method: {key: round(statistics.median(one[key] for one in of_method), 2) for key in of_method[0]}
-        for method, of_method in runs.items()
-    }
+    medians = {}
+    for method, of_method in runs.items():
+        medians[method] = {key: round(statistics.median(one[key] for one in of_method), 2) for key in of_method[0]}
+        for key, extreme in (("lowest", min), ("highest", max)):
+            medians[method][f"{key}_wall_s"] = round(extreme(one["wall_s"] for one in of_method), 2)
+    return medians
 
 
 def ratio(medians: dict[str, dict[str, float]], method: str, reference: str) -> str:
@@ -151,7 +154,7 @@ def safetensors_section(scratch: Path, rounds: int, count: int, cold: bool, merg
     inputs = [scratch / "safetensors" / str(number) for number in range(count)]
     methods = ["floor", "ours", "numpy loop", "torch loop", *(["mergekit"] if mergekit_python else [])]
     medians = measure(methods, inputs, scratch, rounds, cold, mergekit_python)
-    medians |= measure(["floor of 16 recipes", "ours 16 recipes"], inputs, scratch, 1, cold)
+    medians |= measure(["floor of 16 recipes", "ours 16 recipes"], inputs, scratch, min(rounds, 3), cold)
     ratios = {f"{method} / floor": ratio(medians, method, "floor") for method in methods[1:]}
     ratios |= {f"{method} / ours": ratio(medians, method, "ours") for method in [*methods[2:], "ours 16 recipes"]}
     ratios["ours 16 recipes / floor of 16 recipes"] = ratio(medians, "ours 16 recipes", "floor of 16 recipes")

@@ -135,6 +135,8 @@ def measure(scratch: Path, megabytes: int, dtype: str, rounds: int) -> dict[str,
         "dtype": dtype,
         "wall_seconds": {"one": median(alone, "wall_seconds"), "two": median(together, "wall_seconds")},
         "cpu_seconds_of_one": cpu,
+        "cpu_seconds_of_one_range": [f(entry["cpu_seconds"] for entry in alone) for f in (min, max)],
+        "cpu_seconds_of_each_range": [f(entry["cpu_seconds"] for entry in together) for f in (min, max)],
         "cpu_of_each_over_one": max(median([e for e in together if e["process"] == p], "cpu_seconds") for p in (0, 1))
         / cpu,
         "merge_cpu_of_each_over_one": max(

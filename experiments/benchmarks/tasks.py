@@ -116,7 +116,9 @@ def main() -> None:
                     seconds[backend].append(time.perf_counter() - began)
         check_equal(answers["pma_jax"], answers["hf"])
         rates = {backend: len(requests) / statistics.median(values) for backend, values in seconds.items()}
-        result[name] = {"requests": len(requests), "per_second": rates, "ratio": rates["pma_jax"] / rates["hf"]}
+        ranges = {b: [len(requests) / x for x in (max(values), min(values))] for b, values in seconds.items()}
+        ratio = rates["pma_jax"] / rates["hf"]
+        result[name] = {"requests": len(requests), "per_second": rates, "range_per_second": ranges, "ratio": ratio}
     print(json.dumps(result, indent=1))
 
 
