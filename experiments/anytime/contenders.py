@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.studies.study import Study
+from pma_jax.studies.targets import HORIZONS
 from pma_jax.studies.tuning import Axis, Position
 
 RATE, BATCH = "schedule.peak_rate", "training.batch_size_sequences"
@@ -47,6 +48,7 @@ class Rival:
     changes: tuple[str, ...]
     axes: tuple[Axis, ...]
     needs_horizon: bool  # so that each horizon is a run of its own
+    shortest_tokens: int  # of a run: those of the first horizon
 
     @property
     def grid(self) -> tuple[Position, ...]:
@@ -54,9 +56,14 @@ class Rival:
         return tuple((rate, *[0] * (len(self.axes) - 1)) for rate in FIRST_RATES)
 
     def is_allowed(self, position: Position) -> bool:
-        """Return whether a setting is one of the contender: the rate of a partial decay ends below its peak."""
+        """Return whether a setting is one of the contender.
+
+        The rate of a partial decay ends below its peak, and that of 1/sqrt(t) begins to fall in the shortest run.
+        """
         values = [axis.value(i) for axis, i in zip(self.axes, position, strict=True)]
-        return self.name != PARTIAL or values[2] < values[0]
+        if self.name == PARTIAL:
+            return values[2] < values[0]
+        return self.name != INVERSE_SQRT or values[2] < self.shortest_tokens
 
 
 def list_rivals(study: Study, size: str) -> list[Rival]:
@@ -73,7 +80,8 @@ def list_rivals(study: Study, size: str) -> list[Rival]:
         if own and own.key.endswith("_tokens"):
             # A decay cannot start during the warm-up.
             minimum = config.schedule.warmup_tokens if own.key == "schedule.decay_start_tokens" else 0
-            own = dataclasses.replace(own, base=own.base * unit, minimum=minimum)
+            # Of few units, as in tests, the scales are shorter.
+            own = dataclasses.replace(own, base=min(own.base, study.units // 8) * unit, minimum=minimum)
         if own and own.key == "schedule.final_rate":
             own = dataclasses.replace(own, base=own.base * rate)
         kinds = "point,block_mean" if name in WITH_BLOCK_MEANS else "point"
@@ -82,7 +90,8 @@ def list_rivals(study: Study, size: str) -> list[Rival]:
             f"checkpoint.kinds={kinds}",
             "checkpoint.keep_states_at_tokens=()",
         )
-        rivals.append(Rival(name, given, (*common, own) if own else common, name == PARTIAL))
+        shortest = config.training.total_tokens // max(HORIZONS.values())
+        rivals.append(Rival(name, given, (*common, own) if own else common, name == PARTIAL, shortest))
     return rivals
 
 

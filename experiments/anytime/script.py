@@ -33,7 +33,7 @@ from pma_jax.studies import tuning
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all, get_by_seed
 from pma_jax.studies.study import DECIMALS, Study
-from pma_jax.studies.targets import HORIZONS, read_target, target_runs
+from pma_jax.studies.targets import HORIZONS, horizon_units, read_target, target_runs
 from pma_jax.studies.tuning import TUNING_SEEDS, Contender, Tuned
 
 ANNEALING = Path(__file__).resolve().parents[1] / "annealing" / "results.json"
@@ -55,7 +55,7 @@ def plan(study: Study) -> Plan:
                 work += tuning_runs(study, size, rival, setting, seeds[0], SEARCHED)
         total = study.trunk_config(size, study.seeds[0]).training.total_tokens
         more = len(rivals) * (EXPECTED_SETTINGS - len(FIRST_RATES))
-        cells = sum(len(tuning_cells(ends(study)[horizon])) for horizon in SEARCHED)
+        cells = sum(len(tuning_cells(horizon_units(study)[horizon])) for horizon in SEARCHED)
         work.append(
             OtherWork(
                 f"{size}, the rest of the search",
@@ -65,7 +65,7 @@ def plan(study: Study) -> Plan:
                 more * cells * tokens // 2,
             )
         )
-        cells = sum(len(tuning_cells(end)) for end in ends(study).values())
+        cells = sum(len(tuning_cells(end)) for end in horizon_units(study).values())
         for seed in seeds:
             runs = FINALISTS * len(rivals)
             choices = sum(len(of) for rival in rivals for of in choices_of(study, rival).values())
@@ -75,11 +75,6 @@ def plan(study: Study) -> Plan:
             read = len(HORIZONS) * (len(rivals) * len(groups(CONSTANT, study.units)) + sum(ENSEMBLES)) * tokens
             work.append(OtherWork(f"{size}, the best settings", size, seed, (len(rivals) + 1) * total, read))
     return work
-
-
-def ends(study: Study) -> dict[str, int]:
-    """Return the horizons in units."""
-    return {name: study.units // divisor for name, divisor in HORIZONS.items()}
 
 
 def tuning_seeds(study: Study) -> tuple[int, ...]:
@@ -99,7 +94,7 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
     settings = {rival.name: tuning.overrides(rival.axes, best[rival.name]) for rival in rivals}
     measured = {rival.name: measure_rival(study, size, rival, settings[rival.name]) for rival in rivals}
     return study.describe_size(size) | {
-        "ends": ends(study),
+        "ends": horizon_units(study),
         "tried": {name: describe(one, best[name]) for name, one in tried.items()},
         "settings": settings,
         "rivals": measured,
@@ -138,7 +133,7 @@ def tuning_runs(
     study: Study, size: str, rival: Rival, setting: Sequence[str], seed: int, horizons: Sequence[str]
 ) -> list[PlannedRun]:
     """List the runs of a setting on a tuning seed; of those of the search, only the losses are kept."""
-    cells = {horizon: tuning_cells(ends(study)[horizon]) for horizon in horizons}
+    cells = {horizon: tuning_cells(horizon_units(study)[horizon]) for horizon in horizons}
     runs = list_runs(study, size, rival, setting, seed, cells, SELECT)
     keeps_snapshots = tuple(horizons) != SEARCHED
     return [dataclasses.replace(run, keeps_snapshots=keeps_snapshots) for run in runs]
@@ -158,14 +153,16 @@ def list_runs(
         cells: The models that are judged at each horizon, the last horizon last.
         part: The part of the held-out text on which they are judged; of `select`, half of the study's tokens.
     """
-    judged = {horizon: PlannedEvaluation(tuple(of), (ends(study)[horizon],), part) for horizon, of in cells.items()}
+    judged = {
+        horizon: PlannedEvaluation(tuple(of), (horizon_units(study)[horizon],), part) for horizon, of in cells.items()
+    }
     groups_of_horizons = [[horizon] for horizon in cells] if rival.needs_horizon else [list(cells)]
     runs, tokens = [], study.evaluation_tokens // 2 if part == SELECT else 0
     for together in groups_of_horizons:
         last = together[-1]
         changes = horizon_changes(study, size, rival, setting, HORIZONS[last])
         evaluations = tuple(judged[horizon] for horizon in together)
-        runs.append(PlannedRun(size, seed, changes, None, evaluations, ends(study)[last], tokens))
+        runs.append(PlannedRun(size, seed, changes, None, evaluations, horizon_units(study)[last], tokens))
     return runs
 
 
@@ -209,7 +206,7 @@ def choices_of(study: Study, rival: Rival) -> dict[str, list[Cell]]:
     """Return all models of a contender at each horizon."""
     return {
         horizon: [cell for group in groups(rival.name, end).values() for cell in group]
-        for horizon, end in ends(study).items()
+        for horizon, end in horizon_units(study).items()
     }
 
 
@@ -219,7 +216,7 @@ def choose(study: Study, size: str, rival: Rival, setting: Sequence[str]) -> dic
     runs = [list_runs(study, size, rival, setting, seed, cells, SELECT) for seed in tuning_seeds(study)]
     complete_all(study, [run for of in runs for run in of], study.workers)
     losses, chosen = [read_select(study, of) for of in runs], {}
-    for i, (horizon, end) in enumerate(ends(study).items()):
+    for i, (horizon, end) in enumerate(horizon_units(study).items()):
         chosen[horizon] = {}
         for group, listed in groups(rival.name, end).items():
             # A fit needs more snapshots than others.
@@ -240,7 +237,7 @@ def measure_rival(study: Study, size: str, rival: Rival, setting: Sequence[str])
     runs = {seed: list_runs(study, size, rival, setting, seed, cells, REPORT) for seed in study.seeds}
     complete_all(study, [run for of in runs.values() for run in of], study.workers)
     measured = {}
-    for i, (horizon, end) in enumerate(ends(study).items()):
+    for i, (horizon, end) in enumerate(horizon_units(study).items()):
         which = i if rival.needs_horizon else 0
         get = get_by_seed(study, [of[which] for of in runs.values()])
         losses = study.document_losses_over_seeds(get, cells[horizon], [end], REPORT)

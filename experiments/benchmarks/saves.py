@@ -84,7 +84,7 @@ def _demo_params() -> Any:
 
 
 def _ways(folder: Path, params: Any) -> dict[str, Save]:
-    """Map the name of each way to a function that saves a step of a given number."""
+    """Return, by the name of each way, a function that saves the step with a given number."""
     ways = {
         "plain files, flushed": functools.partial(_save_plain, folder, params),
         "one save": _orbax(folder / "one", [{"params": params}], {}),

@@ -183,7 +183,7 @@ def search(study: Study, size: str, models: Sequence[Model]) -> dict[str, dict[s
             for name, of_one in settings.items()
             for setting in of_one
         }
-        # Forks need the states of their trunks, so that the trunks of a rate come first and are kept until then.
+        # The branches first: they train their trunks and fork them. Then the trunks are evaluated and not kept.
         complete_all(study, [branch for _, branch in wanted.values()], study.workers)
         complete_all(study, [trunk for trunk, _ in wanted.values()], study.workers)
         return {
@@ -234,7 +234,7 @@ def measure_model(study: Study, size: str, model: Model, rates: dict[str, float]
     reading = runs_of(study, size, model, rates[MERGED], study.seeds[0], SELECT)[0].study(study)
     get_trunk = functools.partial(get, MERGED, False)
     select = reading.losses_over_seeds(get_trunk, [RAW, *merges(study)], [end], SELECT)
-    best = min((cell for cell in merges(study)), key=lambda cell: float(np.mean(select[cell.text][str(end)])))
+    best = min(merges(study), key=lambda cell: float(np.mean(select[cell.text][str(end)])))
     trunk = study.document_losses_over_seeds(get_trunk, [RAW, best], [end], REPORT)
     annealed = study.document_losses_over_seeds(functools.partial(get, ANNEALED, True), [RAW], [end], REPORT)
     return {

@@ -22,7 +22,7 @@ from pma_jax.studies.parabola import find_vertex
 from pma_jax.studies.planned import Plan, PlannedEvaluation, PlannedRun
 from pma_jax.studies.statistics import MeanEstimate, MeanInterval, difference_over_documents, judge, mean_interval
 from pma_jax.studies.study import Study
-from pma_jax.studies.targets import HORIZONS
+from pma_jax.studies.targets import horizon_units
 
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 INTERVALS = (1, 2, 4, 8)  # in units: every snapshot of the trunk, every second, ...
@@ -35,14 +35,9 @@ def merges() -> list[Cell]:
     return [RAW, *(Cell("sma", window, interval) for interval in INTERVALS for window in WINDOWS)]
 
 
-def ends(study: Study) -> dict[str, int]:
-    """Return the lengths of training in units."""
-    return {name: study.units // divisor for name, divisor in HORIZONS.items()}
-
-
 def trunk_runs(study: Study, size: str, part: str) -> list[PlannedRun]:
     """List the trunks of a size; the best merge is chosen on half of the study's tokens of the part `select`."""
-    evaluation = PlannedEvaluation(tuple(merges()), tuple(ends(study).values()), part)
+    evaluation = PlannedEvaluation(tuple(merges()), tuple(horizon_units(study).values()), part)
     tokens = study.evaluation_tokens // 2 if part == SELECT else 0
     return [PlannedRun(size, seed, (), None, (evaluation,), 0, tokens) for seed in study.seeds]
 
@@ -59,13 +54,13 @@ def measure(study: Study) -> dict[str, Any]:
 
 def measure_size(study: Study, size: str) -> dict[str, Any]:
     """Return the losses of a size on documents of the part `report`, and their means on the part `select`."""
-    get_trunk, at = functools.partial(study.trunk, size), list(ends(study).values())
+    get_trunk, at = functools.partial(study.trunk, size), list(horizon_units(study).values())
     reading = trunk_runs(study, size, SELECT)[0].study(study)
     description = study.describe_size(size)
     is_mixture = study.trunk_config(size, study.seeds[0]).model.experts > 0
     interval, window = recommend_interval_and_window(description["active_parameters"], is_mixture)
     return description | {
-        "ends": ends(study),
+        "ends": horizon_units(study),
         "select": reading.losses_over_seeds(get_trunk, merges(), at, SELECT),
         "rule": {"interval_tokens": interval, "window": window},
         **study.document_losses_over_seeds(get_trunk, merges(), at, REPORT),
@@ -114,8 +109,8 @@ def report(results: dict[str, Any]) -> str:
     margin, rows, coarse = results["made"]["margin"], [], []
     for name, size in results["sizes"].items():
         for end in size["ends"].values():
-            rows.append([name, tokens(size, end), *describe_best(size, end, margin)])
-            coarse.append([name, tokens(size, end), *describe_coarse(size, end)])
+            rows.append([name, pages.format_tokens(size, end), *describe_best(size, end, margin)])
+            coarse.append([name, pages.format_tokens(size, end), *describe_coarse(size, end)])
     header = ["size", "tokens", "best N", "raw − best", "equal to it", "best span N V, share of the tokens"]
     rules = "; ".join(recommended_span(name, size) for name, size in results["sizes"].items())
     grown = [f"- {name}: tokens to the power {format_power(growth(size))}." for name, size in results["sizes"].items()]
@@ -132,11 +127,6 @@ def report(results: dict[str, Any]) -> str:
             "Growth of the best span with the tokens of one run:\n\n" + "\n".join(grown),
         ]
     )
-
-
-def tokens(size: Mapping[str, Any], units: int) -> str:
-    """Format units as millions of tokens."""
-    return f"{units * size['unit_tokens'] / 1e6:.2f}M"
 
 
 def format_power(interval: MeanInterval) -> str:
@@ -183,7 +173,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     for name, size in results["sizes"].items():
         first, last = size["ends"]["a quarter"], size["ends"]["all"]
         spans.append(f"{name}: {pages.format_percent_interval(mean_interval(best_spans(size, last)))}")
-        powers.append(f"{name}: {format_power(growth(size))}")
+        powers.append(f"{name}: the best span grows as tokens to the power {format_power(growth(size))}")
         texts = available(size, first, 1)
         early = difference(size, texts[max(texts)], RAW.text, first).interval()
         wide.append(f"{name}: N = {max(texts)} {pages.format_interval(early)} nats")
@@ -191,8 +181,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         4,
         "Which interval and window?",
         "PMA, Fig. 5: wide windows hurt early and help late; the interval should grow with the size",
-        f"the best span grows as tokens to the power {'; '.join(powers)}; the widest mean at a quarter of the tokens, "
-        f"less raw: {'; '.join(wide)}",
+        f"{'; '.join(powers)}; the widest mean at a quarter of the tokens, less raw: {'; '.join(wide)}",
         f"best span at the end, share of the tokens: {'; '.join(spans)}",
     )
 
@@ -210,7 +199,9 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
                     table[i, WINDOWS.index(window)] = np.mean(pages.seed_losses(size, text, end)) - raw
             intervals = [f"V = {i * size['unit_tokens'] / 1e3:.0f}k" for i in INTERVALS]
             lowest = min(lowest, np.nanmin(table))
-            panels.append(HeatMap(f"{tokens(size, end)} tokens", intervals, [str(w) for w in WINDOWS], table))
+            panels.append(
+                HeatMap(f"{pages.format_tokens(size, end)} tokens", intervals, [str(w) for w in WINDOWS], table)
+            )
         title = f"{name}: held-out loss of means of N points, less raw (nats, below 0 better)"
         figure = draw_heat_maps(panels, title, maps_per_row=1, max_loss=max(-lowest, 0.01))
         figures[f"{name}.png"] = to_png(figure, PAGE_DPI)

@@ -127,11 +127,6 @@ def report(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def tokens(size: Mapping[str, Any], units: int) -> str:
-    """Format units as millions of tokens."""
-    return f"{units * size['unit_tokens'] / 1e6:.2f}M"
-
-
 def format_rates(size: Mapping[str, Any]) -> str:
     """Format the losses and the gains at the end at each rate."""
     end, rows = size["ends"][-1], []
@@ -152,8 +147,9 @@ def format_rates(size: Mapping[str, Any]) -> str:
         )
     header = ["rate", "raw loss", f"raw − {PLAIN.text}", "raw − best merge", "best merge − annealed"]
     return pages.format_table(header, rows) + (
-        f"\n\nAt {tokens(size, end)} tokens, nats per token; annealed linearly over the last quarter. Differences "
-        "have 95% intervals over seeds and documents. The best merge at each rate was chosen on the part `select`."
+        f"\n\nAt {pages.format_tokens(size, end)} tokens, nats per token; annealed linearly over the last quarter. "
+        "Differences have 95% intervals over seeds and documents. The best merge at each rate was chosen on the part "
+        "`select`."
     )
 
 
@@ -185,7 +181,9 @@ def format_slopes(size: Mapping[str, Any]) -> str:
         for cell in (PLAIN, SHORT):
             added = gain_per_doubling(size, cell.text, end)
             if added:
-                lines.append(f"- {cell.text} at {tokens(size, end)} tokens: {pages.format_interval(added)} nats")
+                lines.append(
+                    f"- {cell.text} at {pages.format_tokens(size, end)} tokens: {pages.format_interval(added)} nats"
+                )
     return "What doubling the rate adds to the gain over raw, over seeds:\n\n" + "\n".join(lines)
 
 
@@ -223,13 +221,15 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
             Line("raw" if m == RAW.text else m, rates, losses_of(size, m).mean(axis=1).tolist(), dashed=m == "annealed")
             for m in MODELS
         ]
-        panels.append(LinePanel(f"{name}: loss at {tokens(size, end)} tokens", "peak rate", lines, log_x=True))
+        panels.append(
+            LinePanel(f"{name}: loss at {pages.format_tokens(size, end)} tokens", "peak rate", lines, log_x=True)
+        )
         lines = []
         for at in size["ends"]:
             cell = PLAIN if gain_per_doubling(size, PLAIN.text, at) else SHORT
             if gain_per_doubling(size, cell.text, at):
                 intervals = [gain(measured, cell.text, at).interval() for measured in size["rates"].values()]
-                lines.append(interval_line(f"{cell.text} at {tokens(size, at)}", rates, intervals))
+                lines.append(interval_line(f"{cell.text} at {pages.format_tokens(size, at)}", rates, intervals))
         panels.append(LinePanel(f"{name}: raw − merged, nats", "peak rate", lines, zero_line=True, log_x=True))
     return {"figure.png": to_png(draw_lines(panels, columns=2))}
 

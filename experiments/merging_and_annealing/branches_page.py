@@ -37,11 +37,6 @@ def of_target(size: Mapping[str, Any], horizon: str) -> tuple[str, MeanEstimate]
     return text, difference_over_documents(trunk["nats"][text][end], annealed, trunk["document_tokens"])
 
 
-def tokens(size: Mapping[str, Any], units: int) -> str:
-    """Format units as millions of tokens."""
-    return f"{units * size['unit_tokens'] / 1e6:.2f}M"
-
-
 def report(results: dict[str, Any]) -> str:
     """Format, for each size, merging against every branch, against the best annealing, and inside the annealing."""
     margin, parts = results["made"]["margin"], []
@@ -63,8 +58,8 @@ def format_branches(size: Mapping[str, Any], margin: float) -> str:
         merged = branch["compared"][BEST]
         rows.append(
             [
-                tokens(size, branch["end"]),
-                f"{DECAYS[branch['shape']]}, {tokens(size, branch['length'])} ({share:.0%})",
+                pages.format_tokens(size, branch["end"]),
+                f"{DECAYS[branch['shape']]}, {pages.format_tokens(size, branch['length'])} ({share:.0%})",
                 *(pages.format_interval(found[model][i].interval()) for model in models[:-1]),
                 f"{pages.format_interval(found[BEST][i].interval())} ({merged})",
                 WORDS[verdicts[BEST][i]],
@@ -124,7 +119,7 @@ def paid(size: Mapping[str, Any]) -> dict[str, list[tuple[int, list[float]]]]:
 def format_paid(size: Mapping[str, Any]) -> str:
     """Format the tokens and the losses of several ways to have a model at each horizon."""
     rows = [
-        [way, *(f"{tokens(size, units)}: {pages.format_mean(losses)}" for units, losses in points)]
+        [way, *(f"{pages.format_tokens(size, units)}: {pages.format_mean(losses)}" for units, losses in points)]
         for way, points in paid(size).items()
     ]
     return (

@@ -19,7 +19,7 @@ from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.planned import Branch as PlannedBranch
 from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all, get_by_seed
 from pma_jax.studies.study import Study
-from pma_jax.studies.targets import HORIZONS, read_target, target_runs
+from pma_jax.studies.targets import horizon_units, read_target, target_runs
 
 ANNEALING = Path(__file__).resolve().parents[1] / "annealing" / "results.json"
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
@@ -42,16 +42,11 @@ class Branch(NamedTuple):
         return f"{self.shape} over {self.length} to {self.end}"
 
 
-def ends(study: Study) -> dict[str, int]:
-    """Return the horizons in units."""
-    return {name: study.units // divisor for name, divisor in HORIZONS.items()}
-
-
 def branches(study: Study) -> list[Branch]:
     """List the branches: several lengths at each horizon, and other shapes over a quarter at the last."""
     found = [
         Branch(end, length, "linear")
-        for end in ends(study).values()
+        for end in horizon_units(study).values()
         for length in study.branch_lengths(end)
         if end == study.units or end // length <= 8
     ]
@@ -115,7 +110,7 @@ def trunk_cells(study: Study, end: int) -> list[Cell]:
 def trunk_runs(study: Study, size: str) -> list[PlannedRun]:
     """List the trunks, one per seed; their merges are judged on half of the tokens of the part `select`."""
     evaluations = tuple(
-        PlannedEvaluation(tuple(trunk_cells(study, end)), (end,), SELECT) for end in ends(study).values()
+        PlannedEvaluation(tuple(trunk_cells(study, end)), (end,), SELECT) for end in horizon_units(study).values()
     )
     tokens = study.evaluation_tokens // 2
     return [PlannedRun(size, seed, (), None, evaluations, 0, tokens) for seed in study.seeds]
@@ -141,7 +136,7 @@ def measure(study: Study) -> dict[str, Any]:
 def measure_size(study: Study, size: str) -> dict[str, Any]:
     """Return the losses of a size, in the layout of `Study.document_losses_over_seeds`."""
     chosen = choose(study, size)
-    wanted: dict[int, set[Cell]] = {end: {RAW} for end in ends(study).values()}
+    wanted: dict[int, set[Cell]] = {end: {RAW} for end in horizon_units(study).values()}
     for branch in branches(study):
         wanted[branch.end] |= {chosen[branch], plain(branch.length), plain(branch.length, "block_mean")}
     evaluations = tuple(
@@ -160,13 +155,18 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
         compared[BLOCKS] = plain(branch.length, "block_mean").text
         annealed[branch.text] = {**branch._asdict(), "compared": compared, **measured}
     targets = {horizon: read_target(study, runs) for horizon, runs in target_runs(study, ANNEALING, size).items()}
-    return study.describe_size(size) | {"ends": ends(study), "trunk": trunk, "branches": annealed, "targets": targets}
+    return study.describe_size(size) | {
+        "ends": horizon_units(study),
+        "trunk": trunk,
+        "branches": annealed,
+        "targets": targets,
+    }
 
 
 def choose(study: Study, size: str) -> dict[Branch, Cell]:
     """Choose the best merge for each branch by its mean over seeds on the part `select`."""
     means: dict[tuple[Cell, int], float] = {}
-    for end in ends(study).values():
+    for end in horizon_units(study).values():
         runs, cells = trunk_runs(study, size), trunk_cells(study, end)
         each = [run.study(study).losses(run.get(study), cells, [end], SELECT) for run in runs]
         means |= {pair: float(np.mean([losses[pair] for losses in each])) for pair in each[0]}

@@ -82,8 +82,10 @@ def measure_speed(study: Study, size: str) -> Speed:
 def _speeds(study: Study, config: Config) -> Iterable[Speed]:
     """Yield the speed of each finished run in the cache that has the model of `config` and was evaluated."""
     for run, trained, evaluated in _costs(study, config):
+        if run_cache.has_losses_only(run):
+            continue
         records = [record for record in run.metrics if record["kind"] == "train"]
-        if run_cache.has_losses_only(run) or len(records) < 2:  # a short branch has one
+        if len(records) < 2:  # of a short branch
             continue
         # The records have wall seconds since the start of the process, the first after compiling.
         first, last = records[0], records[-1]

@@ -25,6 +25,7 @@ RESULTS_BEGIN, RESULTS_END = "<!-- results: made by the script, not by hand -->"
 OLD_TEXT = "Made on the old text: judged on two held-out documents, with untuned settings; to be answered again"
 SETTINGS = "Settings that the others stand on, chosen on tuning seeds and the part `select` of the held-out documents"
 INDEX_HEADER = ("question", "claim", "what we found", "effect (95% interval)")
+SETTINGS_HEADER = ("question", "what we found")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,11 @@ def format_size(interval: MeanInterval, digits: int = 4) -> str:
     """Format the size of a difference whose direction the words say: `0.0123 [0.0101, 0.0145]`."""
     low, high = sorted((abs(interval.low), abs(interval.high)))
     return f"{abs(interval.mean):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def format_tokens(size: Mapping[str, Any], units: int) -> str:
+    """Format units of a size, as `Study.describe_size` describes it, as millions of tokens: `3.15M`."""
+    return f"{units * size['unit_tokens'] / 1e6:.2f}M"
 
 
 def format_mean(values: Sequence[float], digits: int = 4) -> str:
@@ -179,11 +185,14 @@ def format_index(folder: Path) -> str:
     """Format a table of the experiments in `folder` per text that they were judged on; each row links to a page."""
     sections = []
     for text, rows in read_index(folder).items():
-        is_choice = text.startswith(SETTINGS)
-        cells = [[f"[{r.question}]({name}/README.md)", r.claim, r.found, r.effect] for name, r in rows.items()]
-        header = INDEX_HEADER[:1] + INDEX_HEADER[2:3] if is_choice else INDEX_HEADER
-        shown = [[row[0], row[2]] for row in cells] if is_choice else cells
-        sections.append(f"**{text}.**\n\n{format_table(header, shown)}")
+        linked = {f"[{row.question}]({name}/README.md)": row for name, row in rows.items()}
+        if text.startswith(SETTINGS):
+            table = format_table(SETTINGS_HEADER, ([link, row.found] for link, row in linked.items()))
+        else:
+            table = format_table(
+                INDEX_HEADER, ([link, row.claim, row.found, row.effect] for link, row in linked.items())
+            )
+        sections.append(f"**{text}.**\n\n{table}")
     return "\n\n".join(sections)
 
 
@@ -194,9 +203,9 @@ def format_summary(folder: Path) -> str:
         if text == OLD_TEXT:
             old = len(rows)
             continue
-        effect = "" if text.startswith(SETTINGS) else " ({0.effect})"
         for name, row in rows.items():
-            lines.append(f"- [{row.question}]({folder.name}/{name}/README.md) {row.found}{effect.format(row)}.")
+            effect = "" if text.startswith(SETTINGS) else f" ({row.effect})"
+            lines.append(f"- [{row.question}]({folder.name}/{name}/README.md) {row.found}{effect}.")
     if old:
         lines.append(f"- Further questions with answers on older text, which are to be made again: {old}.")
     return "\n".join(lines)

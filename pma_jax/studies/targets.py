@@ -14,6 +14,11 @@ from pma_jax.studies.study import Study
 HORIZONS = {"a quarter": 4, "half": 2, "all": 1}  # of a size's tokens: name -> divisor
 
 
+def horizon_units(study: Study) -> dict[str, int]:
+    """Return the horizons in units of a trunk."""
+    return {name: study.units // divisor for name, divisor in HORIZONS.items()}
+
+
 def target_runs(study: Study, results: Path, size: str) -> dict[str, list[PlannedRun]]:
     """List the runs of the best annealing of each horizon, one per seed of the study.
 

@@ -73,6 +73,10 @@ class Tuned:
         """The setting with the lowest mean loss over seeds."""
         return min(self.losses, key=self.mean)
 
+    def lowest(self, count: int) -> list[Position]:
+        """Return the `count` settings with the lowest mean losses, the best first."""
+        return sorted(self.losses, key=self.mean)[:count]
+
     def mean(self, position: Position) -> float:
         """Return the mean loss of a setting over the seeds."""
         return sum(self.losses[position]) / len(self.losses[position])
@@ -142,9 +146,7 @@ def measure_best(tuned: dict[str, Tuned], measure: Measure, count: int) -> dict[
         may have a neighbour that is measured on the first seeds only, or not at all: a page has to say so.
     """
     found = {
-        name: Tuned(
-            one.contender, {position: one.losses[position] for position in sorted(one.losses, key=one.mean)[:count]}
-        )
+        name: Tuned(one.contender, {position: one.losses[position] for position in one.lowest(count)})
         for name, one in tuned.items()
     }
     _add_losses(found, {name: list(one.losses) for name, one in found.items()}, measure)
@@ -174,16 +176,15 @@ def search(
     Returns:
         The settings of each contender with their losses, which finalists have on all seeds; and the best finalist.
     """
-    is_shorter = measure_first is not None
-    measure_first = measure_first or functools.partial(measure_on, seeds[:1])
+    measure = measure_first or functools.partial(measure_on, seeds[:1])
     if follow_neighbours:
-        tuned = tune(contenders, measure_first)
+        tuned = tune(contenders, measure)
     else:
         tuned = {one.name: Tuned(one, {}) for one in contenders}
-        _add_losses(tuned, {one.name: [one.grid[0]] for one in contenders}, measure_first)
-    if is_shorter:
-        kept = {name: sorted(one.losses, key=one.mean)[:finalists] for name, one in tuned.items()}
+        _add_losses(tuned, {one.name: [one.grid[0]] for one in contenders}, measure)
+    if measure_first:  # its losses are not comparable with those of `measure_on`
         best = {name: Tuned(one.contender, {}) for name, one in tuned.items()}
+        kept = {name: one.lowest(finalists) for name, one in tuned.items()}
         _add_losses(best, kept, functools.partial(measure_on, seeds))
     else:
         best = measure_best(tuned, functools.partial(measure_on, seeds[1:]), finalists)
