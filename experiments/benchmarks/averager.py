@@ -12,7 +12,8 @@ element: the faster of jax.jit over the same devices and np.add on two threads. 
 algorithm must read or write (inputs once, result once), as STREAM's does; `input` counts inputs only. `net` is the
 ratio when the time of a call on 64 elements per device is subtracted from each time: starting a program of eleven
 arrays takes longer than one of three, which counts at the size `cache`. All figures are medians of 5 rounds in which
-the programs alternate, so that other load on the machine affects all of them.
+the programs alternate, so that other load on the machine affects all of them; a ratio is followed by its lowest and its
+highest in one round.
 Bar: fused >= 80% of STREAM add; target 95%.
 """
 
@@ -78,8 +79,9 @@ def measure_all(devices, rounds):
         for dtype in (jnp.bfloat16, jnp.float32):
             item = jnp.dtype(dtype).itemsize
             programs = make_programs(n, dtype, sharding)
-            seconds = median_seconds(programs, rounds, repeats=max(1, 2**22 // n))
-            calls = median_seconds(make_programs(64 * devices, dtype, sharding), rounds, repeats=64)
+            timings = time_in_turn(programs, rounds, repeats=max(1, 2**22 // n))
+            seconds = medians(timings)
+            calls = medians(time_in_turn(make_programs(64 * devices, dtype, sharding), rounds, repeats=64))
             net_seconds = {what: max(seconds[what] - calls[what], 1e-9) for what in seconds}
             stream_bytes = 12 * stream_elements(n, item)
             stream, net_stream = (
@@ -92,11 +94,13 @@ def measure_all(devices, rounds):
                 if what == "one at a time":
                     total_bytes = inputs + 8 * n * K
                 rate = total_bytes / call_seconds / 1e9
-                ratio = (
-                    f"{call_seconds / seconds['fused']:.2f}x fused"
-                    if results == R
-                    else f"{rate / stream:.0%} of STREAM"
-                )
+                reference = "fused" if results == R else min(("STREAM jit", "STREAM numpy"), key=seconds.__getitem__)
+                per_round = [of / by for of, by in zip(timings[what], timings[reference], strict=True)]
+                low, high = min(per_round), max(per_round)
+                ratio = f"{call_seconds / seconds['fused']:.2f}x fused ({low:.2f} to {high:.2f})"
+                if results != R:
+                    low, high = (total_bytes / stream_bytes / ratio_of_times for ratio_of_times in (high, low))
+                    ratio = f"{rate / stream:.0%} of STREAM ({low:.0%} to {high:.0%})"
                 row = {"devices": devices, "size": size, "dtype": jnp.dtype(dtype).name, "what": what, "ratio": ratio}
                 row |= {"gb_per_second": rate, "input_gb_per_second": inputs / call_seconds / 1e9}
                 print(json.dumps(row | {"net_ratio": total_bytes / net_seconds[what] / 1e9 / net_stream}), flush=True)
@@ -166,8 +170,8 @@ def make_programs(n, dtype, sharding):
     }
 
 
-def median_seconds(programs, rounds, repeats):
-    """Return the median seconds per call of each program, over `rounds` rounds in which they alternate.
+def time_in_turn(programs, rounds, repeats):
+    """Return the seconds per call of each program in each of `rounds` rounds in which they alternate.
 
     A timing is the mean of `repeats` calls.
     """
@@ -183,6 +187,11 @@ def median_seconds(programs, rounds, repeats):
             jax.block_until_ready(result)
             if round_:
                 timings[name].append((time.perf_counter() - start) / repeats)
+    return timings
+
+
+def medians(timings):
+    """Return the median of the times of each program."""
     return {name: statistics.median(values) for name, values in timings.items()}
 
 

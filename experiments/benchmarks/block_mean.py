@@ -13,6 +13,7 @@ import time
 
 import jax
 import numpy as np
+from spread import describe
 
 from pma_jax import config as configuration
 from pma_jax.model.decoder import graph_definition, parameter_count
@@ -47,7 +48,8 @@ def main() -> None:
     step_s, add_s = statistics.median(steps), statistics.median(adds)
     every = config.checkpoint.block_every_steps
     model_bytes = parameter_count(state.params) * 4
-    print(f"step {step_s * 1e3:.2f} ms, addition {add_s * 1e3:.3f} ms ({3 * model_bytes / add_s / 1e9:.1f} GB/s)")
+    rate = f"{3 * model_bytes / add_s / 1e9:.1f} GB/s"
+    print(f"step {describe(steps, 2)}, addition {describe(adds, 3)} ({rate})")
     print(f"one addition every {every} steps: {add_s / every / step_s:.2%} of a step (bar: at most 1%)")
 
 

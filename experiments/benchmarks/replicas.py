@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from spread import describe
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
@@ -153,12 +154,6 @@ def time_in_turn(turns: dict[str, Turn], rounds: int) -> dict[str, list[float]]:
             if i:
                 seconds[name].append(spent)
     return seconds
-
-
-def describe(times: list[float]) -> str:
-    """Format the median and the spread of times."""
-    low, middle, high = np.percentile(times, [25, 50, 75]) * 1e3
-    return f"{middle:.1f} ms, quartiles {low:.1f} to {high:.1f}"
 
 
 if __name__ == "__main__":

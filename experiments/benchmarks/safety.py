@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
+from spread import describe
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
@@ -83,12 +84,13 @@ def _time_steps(config: Config, rounds: int) -> None:
                 call()
                 times[name].append(time.perf_counter() - started)
     step_s = statistics.median(steps)
-    print(f"a step takes {step_s * 1e3:.3f} ms")
+    print(f"a step takes {describe(steps, 2)}")
     total = 0.0
     for name, (interval, _) in parts.items():
         seconds = statistics.median(times[name])
         total += seconds / interval
-        print(f"{name}: {seconds * 1e3:.4f} ms, every {interval:g} steps: {seconds / interval / step_s:.4%} of a step")
+        share = f"{seconds / interval / step_s:.4%} of a step"
+        print(f"{name}: {describe(times[name], 4)}, every {interval:g} steps: {share}")
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         with lock.hold(epath.Path(folder)):

@@ -11,7 +11,6 @@ until the save is published and flushed, "CPU" that of all threads. Nothing else
 import argparse
 import functools
 import logging
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import jax
 import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
+from spread import describe
 
 from pma_jax import config
 from pma_jax.model.decoder import init_params
@@ -57,7 +57,7 @@ Save = Callable[[int], Seconds]
 
 
 def main() -> None:
-    """Print the medians of each way to save."""
+    """Print the medians and the quartiles of each way to save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scratch", type=Path, help="directory for temporary checkpoints")
     parser.add_argument("--rounds", type=int, default=25, help="saves in each way")
@@ -72,8 +72,8 @@ def main() -> None:
             for name, save in ways.items():
                 times[name].append(save(number))
     for name, found in times.items():
-        blocked, total, cpu = (1e3 * statistics.median(column) for column in zip(*found[2:], strict=True))
-        print(f"{name}: blocked {blocked:.1f} ms, total {total:.1f} ms, CPU {cpu:.0f} ms")
+        blocked, total, cpu = (describe(column) for column in zip(*found[2:], strict=True))
+        print(f"{name}: blocked {blocked}; total {total}; CPU {cpu}")
 
 
 def _demo_params() -> Any:

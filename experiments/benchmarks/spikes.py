@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from spread import describe
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
@@ -68,17 +69,19 @@ def measure_overhead(config: Config, rounds: int) -> None:
                 run[0], metrics = run[1](run[0], batch, 1e-3)
                 jax.device_get(metrics)
                 run[2].append(time.perf_counter() - started)
-    plain, detecting = (statistics.median(times[5:]) for _, _, times in runs)
-    difference = statistics.median(b - a for a, b in zip(runs[0][2][5:], runs[1][2][5:], strict=True))
-    print(f"step {plain * 1e3:.2f} ms, with the detector {detecting * 1e3:.2f} ms")
-    print(f"median of the differences: {difference / plain:+.2%} of a step (bar: under 1%)")
+    plain, detecting = (times[5:] for _, _, times in runs)
+    print(f"step {describe(plain, 2)}, with the detector {describe(detecting, 2)}")
+    differences = np.subtract(detecting, plain) / statistics.median(plain)
+    low, middle, high = np.percentile(differences, [25, 50, 75])
+    print(f"median of the differences: {middle:+.2%}, {low:+.2%} to {high:+.2%} of a step (bar: under 1%)")
     losses, norms = (jnp.asarray(x, jnp.float32) for x in clean_trace(ALONE_STEPS, 0, 0))
     times = []
     for _ in range(5):
         started = time.perf_counter()
         jax.block_until_ready(scan(config, losses, norms))
         times.append((time.perf_counter() - started) / ALONE_STEPS)
-    print(f"the detector alone, in a loop: {min(times) * 1e6:.0f} us, {min(times) / min(runs[0][2]):.2%} of a step")
+    alone = f"{min(times) * 1e6:.0f} us, {min(times) / min(plain):.2%} of a step"
+    print(f"the detector alone, in a loop: {alone}; the fastest of 5, at most {max(times) * 1e6:.0f} us")
 
 
 @functools.partial(jax.jit, static_argnums=0)
