@@ -81,7 +81,12 @@ def stream_add_seconds(elements: int) -> float:
 
 
 def median_seconds(run: Callable[[], Any], repeats: int, turns: int = 7) -> float:
-    """Return the median over turns of the seconds per call, with `repeats` calls per turn, after two warm-up turns."""
+    """Return the median of `time_turns`."""
+    return statistics.median(time_turns(run, repeats, turns))
+
+
+def time_turns(run: Callable[[], Any], repeats: int, turns: int = 7) -> list[float]:
+    """Return the seconds per call of each turn, with `repeats` calls per turn, after two warm-up turns."""
     import jax
 
     timings = []
@@ -91,7 +96,7 @@ def median_seconds(run: Callable[[], Any], repeats: int, turns: int = 7) -> floa
             run()
         jax.block_until_ready(run())
         timings.append((time.perf_counter() - started) / repeats)
-    return statistics.median(timings[2:])
+    return timings[2:]
 
 
 # --- A train step -----------------------------------------------------------------------------------------------------
@@ -163,12 +168,12 @@ def measure_step(config, sizes: Sizes) -> dict[str, Any]:
             state_and_metrics[:] = step(state_and_metrics[0], tokens, LEARNING_RATE)
             return state_and_metrics[1]["loss"]
 
-        seconds = median_seconds(run_step, repeats=sizes.steps_per_turn, turns=sizes.turns)
+        times = time_turns(run_step, repeats=sizes.steps_per_turn, turns=sizes.turns)
         loss = float(run_step())
         if not np.isfinite(loss):
             raise RuntimeError(f"the loss is {loss}, not a finite number")
         costs = top_costs(lambda: jax.block_until_ready(run_step()), 1, step.as_text() or "")
-    device, devices = jax.devices()[0], jax.device_count()
+    device, devices, seconds = jax.devices()[0], jax.device_count(), statistics.median(times)
     needed = training_flops_per_token(config.model, L) * config.batch_tokens
     # PaLM's convention counts all L keys for each position, including invisible ones.
     visible_keys = forward_flops_per_token(config.model, L)["attention"]
@@ -179,6 +184,7 @@ def measure_step(config, sizes: Sizes) -> dict[str, Any]:
     memory = compiled_bytes(step)
     return {
         "step_seconds": seconds,
+        "step_seconds_range": [min(times), max(times)],
         "tokens_per_second": config.batch_tokens / seconds,
         "batch_tokens": config.batch_tokens,
         "needed_flops_per_second": needed / seconds / devices,
@@ -279,10 +285,12 @@ def merge(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
                 mean.append(weighted_sum(params_K, sma(sizes.merge_models), out=mean.pop()))
                 return mean[0]
 
-            seconds = median_seconds(average_again, repeats=2)
+            times = time_turns(average_again, repeats=2)
+            seconds = statistics.median(times)
             count = parameter_count(params_K[0])
             total_bytes = (sizes.merge_models + 1) * count * jnp.dtype(dtype).itemsize
             results |= {"parameters": count, f"{dtype}_seconds": seconds}
+            results[f"{dtype}_seconds_range"] = [min(times), max(times)]
             results[f"{dtype}_bytes_per_second"] = total_bytes / seconds
             del params_K, mean, average_again
     rate = 12 * sizes.stream_elements / stream_add_seconds(sizes.stream_elements)
