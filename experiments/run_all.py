@@ -38,6 +38,8 @@ QUESTIONS = (
     "interval_and_window",
     "forecasts",
     "why_it_works",
+    "tasks",
+    "batch_and_precision",
     "replicas",
     "growth",
 )

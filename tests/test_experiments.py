@@ -104,23 +104,14 @@ def test_page_matches_its_results(folder):
     script, results = load_module(folder / "script.py"), json.loads((folder / "results.json").read_text())
     assert output == experiment.render_results(script.report, results).strip()
     assert results["row"] == dataclasses.asdict(script.summarize(results))
-    if "text" in results["made"]:
-        assert pages.find_bare_figures(output) == [], "figures without an interval"
-        assert pages.find_unknown_figures(page) == [], "figures of the hand-written text that are not in the results"
-        parts = results["made"]["text"]["parts"].values()
-        wanted = 131_072 if results["made"]["part"] == "report" else 65_536
-        assert all(part["documents"] >= 10 and part["tokens"] >= wanted for part in parts)
-    else:
-        assert pages.OLD_TEXT in output
+    assert pages.find_bare_figures(output) == [], "figures without an interval"
+    assert pages.find_unknown_figures(page) == [], "figures of the hand-written text that are not in the results"
+    parts = results["made"]["text"]["parts"].values()
+    wanted = 131_072 if results["made"]["part"] == "report" else 65_536
+    assert all(part["documents"] >= 10 and part["tokens"] >= wanted for part in parts)
     assert len(results["made"]["seeds"]) >= 3 and results["made"]["overrides"] == []
     for picture in re.findall(r"!\[[^]]*\]\(([^)]+\.png)\)", page):
         assert (folder / picture).exists()
-
-
-@pytest.mark.parametrize("results", sorted(FOLDER.glob("*/results.json")), ids=lambda path: path.parent.name)
-def test_results_are_of_a_text_that_is_recorded_or_their_page_says_that_it_is_the_old_one(results):
-    made = json.loads(results.read_text()).get("made", {})
-    assert "corpus_digest" in made.get("text", {}) or pages.OLD_TEXT in (results.parent / "README.md").read_text()
 
 
 def test_index_page_has_one_row_per_question_with_results():

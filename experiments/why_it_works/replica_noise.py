@@ -1,23 +1,10 @@
 """The loss of means over replicas, runs that continue from one checkpoint with different data orders."""
 
-import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
-
-
-@dataclasses.dataclass(frozen=True)
-class ReplicaNoise:
-    """The loss of the mean of m replicas, L(m) = floor + noise_per_replica / m, in nats per token.
-
-    Replicas are runs that continue from one checkpoint with different data orders. If the loss is quadratic and the
-    replicas deviate independently from their expected weights, `floor` is the loss at the expected weights (the limit
-    of many replicas), and one replica has the expected loss floor + noise_per_replica.
-    """
-
-    floor: float
-    noise_per_replica: float
 
 
 def subset_mean_weights(replicas: int) -> dict[int, np.ndarray]:
@@ -31,18 +18,20 @@ def subset_mean_weights(replicas: int) -> dict[int, np.ndarray]:
     return {m: np.array([np.eye(replicas)[list(subset)].mean(axis=0) for subset in subsets[m]]) for m in subsets}
 
 
-def fit_replica_noise(replicas_n: ArrayLike, loss_n: ArrayLike) -> ReplicaNoise:
-    """Fit L(m) = floor + noise_per_replica / m by least squares.
+def extrapolate_to_many(replicas_n: Sequence[int], loss_nxD: ArrayLike) -> np.ndarray:
+    """Return the loss of the mean of infinitely many replicas, the floor of L(m) = floor + noise / m (least squares).
+
+    If the loss is quadratic and the replicas deviate independently from their expected weights, the floor is the loss
+    at the expected weights.
 
     Args:
-        replicas_n: [n], numbers of averaged replicas m.
-        loss_n: [n], losses of their means.
+        replicas_n: Numbers of averaged replicas m.
+        loss_nxD: Losses of their means, [n] or one column per document [n, D].
 
     Raises:
         ValueError: There are fewer than 2 different numbers of replicas.
     """
-    replicas, loss = np.asarray(replicas_n, np.float64), np.asarray(loss_n, np.float64)
+    replicas = np.asarray(replicas_n, np.float64)
     if len(np.unique(replicas)) < 2:
-        raise ValueError("fit_replica_noise needs at least 2 different numbers of replicas")
-    noise, floor = np.polyfit(1 / replicas, loss, 1)
-    return ReplicaNoise(float(floor), float(noise))
+        raise ValueError("extrapolate_to_many needs at least 2 different numbers of replicas")
+    return np.polyfit(1 / replicas, np.asarray(loss_nxD, np.float64), 1)[1]

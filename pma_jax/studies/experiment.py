@@ -135,10 +135,9 @@ def _write(folder: Path, results: dict[str, Any], figures: Mapping[str, bytes], 
 
 def render_results(report: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:
     """Return the README's generated section: the script's report, then where its numbers come from."""
-    old = [] if "text" in results["made"] else [f"**{pages.OLD_TEXT}.**"]
     earlier = results.get("earlier", [])
     calls = [describe_provenance(made, of_sizes=bool(earlier)) for made in (*earlier, results["made"])]
-    return "\n\n".join([*old, report(results), *calls])
+    return "\n\n".join([report(results), *calls])
 
 
 def describe_provenance(made: dict[str, Any], of_sizes: bool = False) -> str:
@@ -152,21 +151,16 @@ def describe_provenance(made: dict[str, Any], of_sizes: bool = False) -> str:
     if of_sizes:
         commit = f"{', '.join(made['sizes'])}: {commit[0].lower()}{commit[1:]}"
     given = f"; overrides: `{' '.join(made['overrides'])}`" if made["overrides"] else ""
-    # Results on the old text have the wall time of each run, later ones its machine time (see `run_cache`).
-    measure = "time of all cores" if "text" in made else "wall time"
-    evaluation = f", and {made['evaluation_hours']:.2f} hours of evaluation" if "evaluation_hours" in made else ""
     return (
         f"{commit}: {made['runs']} runs of {made['tokens'] / 1e6:.1f}M tokens in {made['training_hours']:.2f} machine "
-        f"hours ({measure}; a run that several experiments use counts in each){evaluation}. Seeds "
+        f"hours (time of all cores; a run that several experiments use counts in each). Seeds "
         f"{', '.join(map(str, made['seeds']))}; judged on {_describe_text(made)}, the same for every model{given}. All "
         "numbers: [results.json](results.json)."
     )
 
 
 def _describe_text(made: Mapping[str, Any]) -> str:
-    """Describe the held-out text of results; those of early versions have a sentence instead of a description."""
-    if "text" not in made:
-        return made["held_out"]
+    """Describe the held-out text of results."""
     text = made["text"]
     judged = format_text(text["parts"][made["part"]])
     return f"{judged} of the held-out text of {text['corpus']} (digest {text['corpus_digest'][:12]})"

@@ -22,7 +22,6 @@ from pma_jax.studies.statistics import (
 )
 
 RESULTS_BEGIN, RESULTS_END = "<!-- results: made by the script, not by hand -->", "<!-- end of results -->"
-OLD_TEXT = "Made on the old text: judged on two held-out documents, with untuned settings; to be answered again"
 SETTINGS = "Settings that the others stand on, chosen on tuning seeds and the part `select` of the held-out documents"
 INDEX_HEADER = ("question", "claim", "what we found", "effect (95% interval)")
 SETTINGS_HEADER = ("question", "what we found")
@@ -54,11 +53,6 @@ def format_interval(interval: MeanInterval, digits: int = 4, unit: str = "") -> 
 def format_difference(first: Sequence[float], second: Sequence[float], digits: int = 4) -> str:
     """Format the mean paired difference `first - second` with its confidence interval."""
     return format_interval(paired_difference(first, second), digits)
-
-
-def format_mean_percent(fractions: Sequence[float]) -> str:
-    """Format the mean of fractions, one per seed, as a percentage with its confidence interval: `85% [81%, 89%]`."""
-    return format_percent_interval(mean_interval(fractions))
 
 
 def format_percent_interval(interval: MeanInterval) -> str:
@@ -167,7 +161,7 @@ def _split(page: str) -> tuple[str, str, str]:
 def read_index(folder: Path) -> dict[str, dict[str, IndexRow]]:
     """Return the rows of the experiments in `folder`, in their order: by the text that they were judged on, and name.
 
-    Only results of one text stand in one table; those on the old text come last.
+    Only results of one text stand in one table.
     """
     rows: list[tuple[str, int, str, IndexRow]] = []
     for path in folder.glob("*/results.json"):
@@ -176,7 +170,7 @@ def read_index(folder: Path) -> dict[str, dict[str, IndexRow]]:
             row = IndexRow(**stored)
             rows.append((name_text(results["made"]), row.number, path.parent.name, row))
     by_text: dict[str, dict[str, IndexRow]] = {}
-    for text, _, name, row in sorted(rows, key=lambda row: (row[0] == OLD_TEXT, *row[:3])):
+    for text, _, name, row in sorted(rows, key=lambda row: row[:3]):
         by_text.setdefault(text, {})[name] = row
     return by_text
 
@@ -197,27 +191,21 @@ def format_index(folder: Path) -> str:
 
 
 def format_summary(folder: Path) -> str:
-    """Format what the experiments in `folder` found, for a page beside it: only results on the present text."""
-    lines, old = [], 0
+    """Format what the experiments in `folder` found, for a page beside it."""
+    lines = []
     for text, rows in read_index(folder).items():
-        if text == OLD_TEXT:
-            old = len(rows)
-            continue
         for name, row in rows.items():
             effect = "" if text.startswith(SETTINGS) else f" ({row.effect})"
             lines.append(f"- [{row.question}]({folder.name}/{name}/README.md) {row.found}{effect}.")
-    if old:
-        lines.append(f"- Further questions with answers on older text, which are to be made again: {old}.")
     return "\n".join(lines)
 
 
 def name_text(made: Mapping[str, Any]) -> str:
     """Name the text that results were made on; results on the part `select` are settings, which others stand on."""
-    if (text := made.get("text")) and made.get("part") == SELECT:
-        return f"{SETTINGS} of {text['corpus']} ({text['corpus_digest'][:12]})"
-    if text:
-        return f"Judged on a sample of all held-out documents of {text['corpus']} ({text['corpus_digest'][:12]})"
-    return OLD_TEXT
+    name = f"{made['text']['corpus']} ({made['text']['corpus_digest'][:12]})"
+    return (
+        f"{SETTINGS} of {name}" if made["part"] == SELECT else f"Judged on a sample of all held-out documents of {name}"
+    )
 
 
 def update_index(folder: Path) -> None:
@@ -231,16 +219,3 @@ def seed_losses(measured: Mapping[str, Any], text: str, end: int) -> list[float]
     """Return the loss of a merge at a unit, one per seed, from what `Study.document_losses_over_seeds` returned."""
     tokens = sum(measured["document_tokens"])
     return [sum(nats_D) / tokens for nats_D in measured["nats"][text][str(end)]]
-
-
-def to_choose_by(measured: dict[str, Any], key: str = "losses") -> Any:
-    """Return the losses on the part `select`, by which the best is chosen, of an entry of results.json.
-
-    Results of early versions, whose pages say that they were judged on other text, have only the losses to publish.
-    """
-    return measured.get(f"select_{key}", measured[key])
-
-
-def describe_choice(measured: dict[str, Any], key: str = "losses") -> str:
-    """Name the text of the losses that `to_choose_by` returns."""
-    return "other held-out documents" if f"select_{key}" in measured else "the text on which it is reported"

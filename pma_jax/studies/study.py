@@ -122,19 +122,12 @@ class Study:
         config = self.trunk_config(size, seed, changes)
         return self._get(lambda: run_cache.get_or_train(self.cache, config))
 
-    def half_length_trunks(self, size: str, rate_factor: float) -> tuple["Study", dict[int, Run]]:
-        """Return a study of half the units, and trunks at `rate_factor` times the learning rate of `size`, by seed.
-
-        With factor 1, return the full-length trunks: at a constant rate, their first half equals a half-length run.
-        Evaluate them only at the units of the returned study; the default end of `loss` is the end of the run.
-        """
-        half = dataclasses.replace(self, units=self.units // 2)
-        units, changes = self.half_length_changes(size, rate_factor)
-        study = half if units else self
-        return half, {seed: study.trunk(size, seed, changes) for seed in self.seeds}
-
     def half_length_changes(self, size: str, rate_factor: float) -> tuple[int, tuple[str, ...]]:
-        """Return the units and the changes of the trunks of `half_length_trunks`; 0 units are those of the study."""
+        """Return the units and the changes of trunks of half the tokens, at `rate_factor` times the rate of `size`.
+
+        With factor 1, the units are 0, those of the study: at a constant rate, the first half of the full-length trunks
+        equals a half-length run.
+        """
         if rate_factor == 1:
             return 0, ()
         full = self.trunk_config(size, self.seeds[0])

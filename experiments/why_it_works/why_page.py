@@ -1,0 +1,215 @@
+"""The page of the experiment: tables, the row of the index, and the figures."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from contours import ContourPanel, draw_contours
+from replica_noise import extrapolate_to_many
+
+from pma_jax.analysis import spectrum
+from pma_jax.merging import recipes
+from pma_jax.reporting.drawing import display_name, to_png
+from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
+from pma_jax.studies import pages
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, mean_interval, ratio_of_means
+
+RANDOM_DIRECTIONS, TOP_DIRECTIONS = 32, 4
+RECIPES = ("sma", "wma", "ema:alpha=0.2", "decay:shape=cosine", "decay:shape=minus_sqrt", "lagfree:lag=0.5", "lagfree")
+DIRECTIONS = {"random": f"{RANDOM_DIRECTIONS} random", "top": f"{TOP_DIRECTIONS} most curved"}
+AROUND = {"merge": "the merged model", "annealed": "the annealed model"}
+LAST, FLOOR = "mean of 1", "mean of infinitely many"
+
+
+def mean_and_interval(results: dict[str, Any], statistic: Callable[[dict[str, Any]], float], digits: int = 4) -> str:
+    """Format the mean over seeds of `statistic` of each seed's results, with its interval."""
+    values = [statistic(seed) for seed in results["seeds"].values()]
+    return pages.format_interval(mean_interval(values), digits)
+
+
+def report(results: dict[str, Any]) -> str:
+    """Format three parts: the quadratic, noise and drift, the spectrum."""
+    return "\n\n".join([quadratic_report(results), noise_report(results), spectrum_report(results)])
+
+
+def quadratic_report(results: dict[str, Any]) -> str:
+    """Format the gain of merging the last snapshots as measured and as a quadratic predicts it."""
+    rows = []
+    for around, name in AROUND.items():
+        for kind in ("measured", "hessian", "gauss_newton"):
+            gains = [
+                mean_and_interval(results, lambda s, k=kind, g=gain, a=around: s["quadratic"][a][k][g])
+                for gain in ("over_mean", "over_last")
+            ]
+            shares = ["", ""]
+            if kind != "measured":
+                shares = [
+                    mean_and_interval(results, lambda s, k=kind, q=share, a=around: s["quadratic"][a][k][q], 2)
+                    for share in ("off_diagonal_share", "negative_pairs")
+                ]
+            if kind != "measured" or around == "merge":
+                rows.append(["" if kind == "measured" else name, kind.replace("_", "-"), *gains, *shares])
+    header = ["expanded around", "", "over the mean of the losses", "over the last", "off-diagonal", "negative pairs"]
+    text = f"Gain of the mean of the last {results['window']} snapshots, nats per token"
+    return f"**A quadratic.** {text}:\n\n{pages.format_table(header, rows)}"
+
+
+def nats(results: dict[str, Any], model: str) -> np.ndarray:
+    """Return the loss of a mean over replicas or over time, or of the annealed model, of each seed on each document.
+
+    The loss of the mean of m replicas is linear in 1/m as far as the loss is quadratic; FLOOR is its limit.
+    """
+    of_seeds = [seed["noise"]["nats"] for seed in results["seeds"].values()]
+    if model != FLOOR:
+        return np.array([of[model] for of in of_seeds])
+    counts = range(1, replicas(results) + 1)
+    return np.array([extrapolate_to_many(counts, [of[f"mean of {m}"] for m in counts]) for of in of_seeds])
+
+
+def replicas(results: dict[str, Any]) -> int:
+    """Return the number of replicas, the trunk included."""
+    return next(iter(results["seeds"].values()))["noise"]["replicas"]
+
+
+def difference(results: dict[str, Any], first: str, second: str) -> MeanEstimate:
+    """Estimate the loss of one model less that of another, over seeds and documents."""
+    tokens_D = next(iter(results["seeds"].values()))["noise"]["document_tokens"]
+    return difference_over_documents(nats(results, first), nats(results, second), tokens_D)
+
+
+def noise_report(results: dict[str, Any]) -> str:
+    """Format the losses of means over replicas and over time, and their differences from one run's last snapshot."""
+    count, window, margin = replicas(results), results["window"], results["made"]["margin"]
+    models = {
+        LAST: "the last snapshot",
+        "mean of 2": "mean of the last snapshots of 2 replicas",
+        f"mean of {count}": f"of {count} replicas",
+        FLOOR: "of infinitely many (extrapolated)",
+        "time": f"mean over time: the last {window} snapshots of one",
+        "both": f"over both: {count} replicas, {window} snapshots each",
+        "annealed": "annealed over the last quarter",
+    }
+    tokens = sum(next(iter(results["seeds"].values()))["noise"]["document_tokens"])
+    rows = []
+    for model, title in models.items():
+        loss = pages.format_mean((nats(results, model).sum(axis=1) / tokens).tolist())
+        less = "" if model == LAST else pages.format_interval(difference(results, model, LAST).interval())
+        rows.append([title, loss, less])
+    pairs = (
+        (f"mean of {count}", "time", f"the mean of the last snapshots of {count} replicas against the mean over time"),
+        ("both", f"mean of {count}", "averaging the mean of all replicas over time too"),
+        (FLOOR, "annealed", "infinitely many replicas (extrapolated) against the annealed model"),
+    )
+    lines = [f"- {words}: {pages.describe_difference(difference(results, *of), margin)}." for *of, words in pairs]
+    head = f"The last {window} of {results['units']} units of a trunk, in {count} replicas with different data orders."
+    table = pages.format_table(["model", "held-out loss", "less the last snapshot"], rows)
+    note = "Losses in nats per token (± over seeds); differences with 95% intervals over seeds and documents."
+    return f"**Noise and drift.** {head}\n\n{table}\n\n{note}\n\n" + "\n".join(lines)
+
+
+def fast_share(seed: dict[str, Any], directions: str, rate: str) -> float:
+    """Return the share of the power in the upper half of the frequencies."""
+    power, frequencies = np.array(seed["spectrum"][directions][rate]), np.array(seed["spectrum"]["frequencies"])
+    return float(power[frequencies > 0.25].sum() / power.sum())
+
+
+def response(results: dict[str, Any], recipe: str, frequencies: Any) -> np.ndarray:
+    """Return |H(f)| of a recipe over the window: the factor by which it scales a wave of each frequency."""
+    weights = recipes.coefficients(recipe, range(1, results["window"] + 1))
+    return np.abs(spectrum.frequency_response(weights, frequencies))
+
+
+def passed_share(results: dict[str, Any], seed: dict[str, Any], directions: str, recipe: str) -> float:
+    """Return the share of the path's power at a constant rate that a recipe passes."""
+    spectra = seed["spectrum"]
+    power, frequencies = np.array(spectra[directions]["constant"]), np.array(spectra["frequencies"])
+    return float((response(results, recipe, frequencies) ** 2 * power).sum() / power.sum())
+
+
+def spectrum_report(results: dict[str, Any]) -> str:
+    """Format the share of fast movement of the weights, and the share of power that recipes and annealing leave."""
+    fast_rows, remaining_rows = [], []
+    for directions, name in DIRECTIONS.items():
+        shares = [
+            mean_and_interval(results, lambda s, d=directions, r=rate: fast_share(s, d, r), 2)
+            for rate in ("constant", "decaying")
+        ]
+        fast_rows.append([name, *shares])
+    for recipe in RECIPES:
+        shares = [
+            mean_and_interval(results, lambda s, d=d, r=recipe: passed_share(results, s, d, r), 2) for d in DIRECTIONS
+        ]
+        remaining_rows.append([display_name(recipe), *shares])
+    decays = [
+        mean_and_interval(
+            results, lambda s, d=d: sum(s["spectrum"][d]["decaying"]) / sum(s["spectrum"][d]["constant"]), 2
+        )
+        for d in DIRECTIONS
+    ]
+    remaining_rows.append(["annealing over the last quarter", *decays])
+    text = "Power of the path over the last quarter, linear trends removed; fast: above 0.25 cycles per unit."
+    header = ["directions", "fast share, constant rate", "fast share, decaying rate"]
+    remaining = (
+        f"Share of that power that a recipe over {results['window']} snapshots passes, and that annealing leaves:"
+    )
+    names = [f"along {name}" for name in DIRECTIONS.values()]
+    tables = pages.format_table(header, fast_rows), pages.format_table(["", *names], remaining_rows)
+    return f"**The filter view.** {text}\n\n{tables[0]}\n\n{remaining}\n\n{tables[1]}"
+
+
+def summarize(results: dict[str, Any]) -> IndexRow:
+    """Summarize what a quadratic predicts of the gain, and what averaging over replicas and over time gains."""
+    margin, count = results["made"]["margin"], replicas(results)
+    of_seeds = [seed["quadratic"]["merge"] for seed in results["seeds"].values()]
+    predicted, measured = ([of[kind]["over_mean"] for of in of_seeds] for kind in ("hessian", "measured"))
+    share = ratio_of_means(predicted, measured)
+    explained = pages.format_percent_interval(share) if share else "an unknown share"
+    path = pages.describe_difference(difference(results, "both", f"mean of {count}"), margin)
+    gains = [
+        f"{words} {pages.format_interval(difference(results, LAST, model).interval())}"
+        for model, words in (("time", "over time"), (f"mean of {count}", f"over {count} replicas at one moment"))
+    ]
+    return IndexRow(
+        5,
+        "Why does it work?",
+        "PMA, Section 4.6 and Fig. 8: deviations from the optimum cancel",
+        f"a quadratic at the merged model predicts {explained} of the gain over the mean of the losses; averaging the "
+        f"mean of {count} replicas over time too: {path}",
+        f"gain over the last snapshot by averaging the last {results['window']} units: {', '.join(gains)} nats",
+    )
+
+
+def draw(results: dict[str, Any]) -> dict[str, bytes]:
+    """Draw planes.png of the first seed, and figure.png over all seeds."""
+    seeds = list(results["seeds"].values())
+    panels = []
+    for plane in seeds[0]["planes"]:
+        snapshots = np.array(plane["snapshots"])
+        marks = [
+            Line("snapshots", snapshots[:, 0].tolist(), snapshots[:, 1].tolist()),
+            Line("their mean", plane["merged"][:1], plane["merged"][1:2]),
+        ]
+        panels.append(ContourPanel(plane["title"], plane["x"], plane["y"], plane["losses"], marks))
+    counts = range(1, replicas(results) + 1)
+    less = lambda model: difference(results, model, LAST).interval()  # noqa: E731
+    lines = [interval_line("mean of m replicas", counts, [less(f"mean of {m}") for m in counts])]
+    lines += [
+        Line(label, counts, [less(model).mean] * len(counts), dashed=True)
+        for label, model in (("mean over time", "time"), ("over both", "both"), ("annealed", "annealed"))
+    ]
+    line_panels = [LinePanel("loss less that of the last snapshot, nats", "replicas averaged, m", lines)]
+    frequencies = seeds[0]["spectrum"]["frequencies"][1:]
+    for directions, name in (("random", "random directions"), ("top", "most curved directions")):
+        power = {
+            rate: np.log10(np.mean([s["spectrum"][directions][rate] for s in seeds], axis=0))[1:].tolist()
+            for rate in ("constant", "decaying")
+        }
+        spectral = [Line(f"{rate} rate", frequencies, values) for rate, values in power.items()]
+        line_panels.append(LinePanel(f"log10 of power, {name}", "cycles per unit", spectral))
+    at = np.linspace(0, 0.5, 21)
+    responses = [Line(display_name(recipe), at.tolist(), response(results, recipe, at).tolist()) for recipe in RECIPES]
+    line_panels.append(
+        LinePanel(f"response |H| of recipes over {results['window']}", "cycles per unit", responses, zero_line=True)
+    )
+    return {"planes.png": to_png(draw_contours(panels)), "figure.png": to_png(draw_lines(line_panels, columns=2))}
