@@ -40,7 +40,7 @@ TASKS = {
 TINY_TASKS = ("pma:last_line",)
 WINDOWS = (6, 8, 10, 12, 16)
 ACCURACY = "acc"
-MERGED, BRANCH, ANNEALED = "merged", "annealed, same run", "annealed, own setting"
+UNMERGED, MERGED, BRANCH, ANNEALED = "raw", "merged", "annealed, same run", "annealed, own setting"
 TOKENS_PER_QUESTION = 500  # that a model reads, for the estimate of the machine time
 QUESTIONS = 3000
 
@@ -87,7 +87,7 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
     losses = [run.study(study).losses(run.get(study), windows(study), [study.units], SELECT) for run in trunks.values()]
     merge = min(windows(study), key=lambda cell: float(np.mean([one[cell, study.units] for one in losses])))
     get_trunk = get_by_seed(study, of_size[MERGED])
-    scores = {RAW.text: [score(study, get_trunk(seed), RAW) for seed in study.seeds]}
+    scores = {UNMERGED: [score(study, get_trunk(seed), RAW) for seed in study.seeds]}
     scores[MERGED] = [score(study, get_trunk(seed), merge) for seed in study.seeds]
     for model in (BRANCH, ANNEALED):
         get = get_by_seed(study, of_size[model])
@@ -134,7 +134,7 @@ def compared(results: dict[str, Any], name: str) -> list[tuple[str, str]]:
     """
     scores, listed = results["sizes"][name]["scores"], []
     for task in results["tasks"]:
-        metrics = scores[RAW.text][task]
+        metrics = scores[UNMERGED][task]
         listed += [(task, GOLD_BITS)] if GOLD_BITS in metrics else []
         if ACCURACY in metrics and TASKS[task]:
             lowest = max(mean_interval(of[task][ACCURACY]).low for of in scores.values())
@@ -154,7 +154,7 @@ def format_scores(results: dict[str, Any], name: str) -> str:
     """Format each metric of the raw model, and the differences of the others from it and between them."""
     size = results["sizes"][name]
     scores, rows = size["scores"], []
-    pairs = ((MERGED, RAW.text), (BRANCH, RAW.text), (ANNEALED, RAW.text), (MERGED, BRANCH), (MERGED, ANNEALED))
+    pairs = ((MERGED, UNMERGED), (BRANCH, UNMERGED), (ANNEALED, UNMERGED), (MERGED, BRANCH), (MERGED, ANNEALED))
     found = {
         (task, metric, pair): paired_estimate(*(scores[model][task][metric] for model in pair))
         for task, metric in compared(results, name)
@@ -162,13 +162,13 @@ def format_scores(results: dict[str, Any], name: str) -> str:
     }
     clear = dict(zip(found, find_clear(list(found.values())), strict=True))
     for task, metric in compared(results, name):
-        raw, merged = (scores[model][task][metric] for model in (RAW.text, MERGED))
+        raw, merged = (scores[model][task][metric] for model in (UNMERGED, MERGED))
         ratio = ratio_of_means(merged, raw)
         cells = []
         for pair in pairs:
             mark = "" if clear[task, metric, pair] else " (not shown)"
             cells.append(pages.format_interval(found[task, metric, pair].interval()) + mark)
-        questions = f"{scores[RAW.text][task]['questions'][0]:.0f}"
+        questions = f"{scores[UNMERGED][task]['questions'][0]:.0f}"
         change = "" if ratio is None else pages.format_percent_interval(ratio)
         what = "accuracy" if metric == ACCURACY else "bits per byte of the answer"
         rows.append([task, questions, what, pages.format_mean(raw), change, *cells])
@@ -186,7 +186,7 @@ def format_chance(results: dict[str, Any], name: str) -> str:
     """List the accuracies that no model has clearly above that of a guess."""
     scores, lines = results["sizes"][name]["scores"], []
     for task in results["tasks"]:
-        if TASKS[task] and ACCURACY in scores[RAW.text][task] and (task, ACCURACY) not in compared(results, name):
+        if TASKS[task] and ACCURACY in scores[UNMERGED][task] and (task, ACCURACY) not in compared(results, name):
             each = [f"{model} {pages.format_mean(of[task][ACCURACY])}" for model, of in scores.items()]
             lines.append(f"- {task} (a guess: {TASKS[task]:g}): {', '.join(each)}")
     return "Accuracies at chance, of which no difference is made:\n\n" + "\n".join(lines) if lines else ""
@@ -194,7 +194,7 @@ def format_chance(results: dict[str, Any], name: str) -> str:
 
 def format_cut(size: dict[str, Any]) -> str:
     """Say how many prompts were longer than what the model reads."""
-    cut = size["scores"][RAW.text][""]["truncated"][0]
+    cut = size["scores"][UNMERGED][""]["truncated"][0]
     return f"Prompts that were cut from the left, because the model reads {size['sequence_tokens']} bytes: {cut:.0f}."
 
 
@@ -203,7 +203,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     found, effects = [], []
     for name, size in results["sizes"].items():
         scores, listed = size["scores"], compared(results, name)
-        estimates = [paired_estimate(scores[MERGED][t][m], scores[RAW.text][t][m]) for t, m in listed]
+        estimates = [paired_estimate(scores[MERGED][t][m], scores[UNMERGED][t][m]) for t, m in listed]
         clear = find_clear(estimates)
         better = sum(
             c and (e.mean < 0) == (m == GOLD_BITS) for c, e, (_, m) in zip(clear, estimates, listed, strict=True)
@@ -214,7 +214,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
             "accuracies above chance"
         )
         for task, metric in listed[:2]:
-            ratio = ratio_of_means(scores[MERGED][task][metric], scores[RAW.text][task][metric])
+            ratio = ratio_of_means(scores[MERGED][task][metric], scores[UNMERGED][task][metric])
             if ratio:
                 what = "accuracy" if metric == ACCURACY else "bits per byte of the answer"
                 effects.append(f"{name}, {task}, {what}: {pages.format_percent_interval(ratio)}")
@@ -235,7 +235,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
         listed = [task for task, metric in compared(results, name) if metric == GOLD_BITS]
         lines = []
         for model in (MERGED, BRANCH, ANNEALED):
-            of_model = [paired_estimate(scores[model][t][GOLD_BITS], scores[RAW.text][t][GOLD_BITS]) for t in listed]
+            of_model = [paired_estimate(scores[model][t][GOLD_BITS], scores[UNMERGED][t][GOLD_BITS]) for t in listed]
             lines.append(interval_line(model, range(1, len(listed) + 1), [one.interval() for one in of_model]))
         numbered = ", ".join(f"{i} {task.partition(':')[2]}" for i, task in enumerate(listed, 1))
         panels.append(LinePanel(f"{name}: bits per byte of the answer, less raw", numbered, lines, zero_line=True))
