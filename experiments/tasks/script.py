@@ -27,22 +27,20 @@ from pma_jax.studies.targets import target_runs
 
 ANNEALING = Path(__file__).resolve().parents[1] / "annealing" / "results.json"
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
-# Questions about the held-out source, programs of HumanEval and MBPP, and questions in English, which these models
-# were not trained for. Each with the accuracy of a guess; 0: its answers are only scored.
+# Questions about the held-out source, questions about lines of Python, and questions in English, which these models were
+# not trained for. Each with the accuracy of a guess.
 TASKS = {
     "pma:last_line": 0.25,
     "pma:docstring": 0.25,
     "pma:brackets": 0.25,
-    "olmo:codex_humaneval_gold_bpb_0shot": 0.0,
-    "olmo:codex_mbpp_gold_bpb_0shot": 0.0,
+    "olmo:basic_skills_coding_rc_5shot": 0.2,
     "olmo:arc_easy_rc_0shot": 0.25,
 }
 TINY_TASKS = ("pma:last_line",)
 WINDOWS = (6, 8, 10, 12, 16)
 ACCURACY = "acc"
 UNMERGED, MERGED, BRANCH, ANNEALED = "raw", "merged", "annealed, same run", "annealed, own setting"
-TOKENS_PER_QUESTION = 500  # that a model reads, for the estimate of the machine time
-QUESTIONS = 3000
+TOKENS_PER_MODEL = 2_500_000  # that a model reads, for the estimate of the machine time: 20,000 answers
 
 
 def plan(study: Study) -> Plan:
@@ -50,8 +48,7 @@ def plan(study: Study) -> Plan:
     work: list[PlannedRun | OtherWork] = []
     for size in study.sizes:
         work += [run for of in runs(study, size).values() for run in of]
-        read = 4 * QUESTIONS * TOKENS_PER_QUESTION
-        work += [OtherWork(f"{size}, questions", size, seed, 0, read) for seed in study.seeds]
+        work += [OtherWork(f"{size}, questions", size, seed, 0, 4 * TOKENS_PER_MODEL) for seed in study.seeds]
     return work
 
 
@@ -136,7 +133,7 @@ def compared(results: dict[str, Any], name: str) -> list[tuple[str, str]]:
     for task in results["tasks"]:
         metrics = scores[UNMERGED][task]
         listed += [(task, GOLD_BITS)] if GOLD_BITS in metrics else []
-        if ACCURACY in metrics and TASKS[task]:
+        if ACCURACY in metrics:
             lowest = max(mean_interval(of[task][ACCURACY]).low for of in scores.values())
             listed += [(task, ACCURACY)] if lowest > TASKS[task] else []
     return listed
@@ -186,7 +183,7 @@ def format_chance(results: dict[str, Any], name: str) -> str:
     """List the accuracies that no model has clearly above that of a guess."""
     scores, lines = results["sizes"][name]["scores"], []
     for task in results["tasks"]:
-        if TASKS[task] and ACCURACY in scores[UNMERGED][task] and (task, ACCURACY) not in compared(results, name):
+        if ACCURACY in scores[UNMERGED][task] and (task, ACCURACY) not in compared(results, name):
             each = [f"{model} {pages.format_mean(of[task][ACCURACY])}" for model, of in scores.items()]
             lines.append(f"- {task} (a guess: {TASKS[task]:g}): {', '.join(each)}")
     return "Accuracies at chance, of which no difference is made:\n\n" + "\n".join(lines) if lines else ""
