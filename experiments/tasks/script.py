@@ -27,8 +27,8 @@ from pma_jax.studies.targets import target_runs
 
 ANNEALING = Path(__file__).resolve().parents[1] / "annealing" / "results.json"
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
-# Questions about the held-out source, questions about lines of Python, and questions in English, which these models were
-# not trained for. Each with the accuracy of a guess.
+# Questions about the held-out source, about lines of Python, and in English, for which these models were not trained.
+# Each with the accuracy of a guess.
 TASKS = {
     "pma:last_line": 0.25,
     "pma:docstring": 0.25,
