@@ -25,7 +25,8 @@ def digest_tasks(loaded: Mapping[str, Any]) -> str:
         for doc in task.eval_docs:
             digest.update(_as_json(doc))
         if task.get_config("num_fewshot"):
-            digest.update(_as_json(list(getattr(task.sampler, "df", None) or ())))
+            sampler = getattr(task, "sampler", None)  # none where the requests are given, with their examples
+            digest.update(_as_json(list(getattr(sampler, "df", None) or ())))
     return digest.hexdigest()[:16]
 
 

@@ -147,3 +147,16 @@ def test_every_task_of_the_installed_package_is_read():
     assert len(counts) == 116  # of version 0.9.0
     assert counts["arc_easy_rc_5shot"] == 570
     assert counts["winogrande_rc_0shot"] == 1267
+
+
+def test_the_digest_changes_with_the_requests(package):
+    pytest.importorskip("lm_eval")
+    from pma_jax.evaluation.tasks.digest import digest_tasks
+    from pma_jax.evaluation.tasks.load import load_tasks
+
+    names = ["olmo:quiz_rc_5shot", "olmo:code_gold_bpb_0shot"]
+    before = digest_tasks(load_tasks(names))
+    assert digest_tasks(load_tasks(names)) == before
+    changed = [row | {"label": 2} if row["doc_id"] == 0 else row for row in QUIZ]
+    _write(package / "quiz" / "rc_5shot", changed)
+    assert digest_tasks(load_tasks(names)) != before
