@@ -3,6 +3,7 @@
 Command:   python experiments/tasks/script.py --runs runs/science --jobs 2   (needs pip install -e '.[eval]')
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +128,25 @@ def regroup(scores: list[dict[str, float]]) -> dict[str, dict[str, list[float]]]
 def compared(results: dict[str, Any], name: str) -> list[tuple[str, str]]:
     """List the tasks of a size with each metric that is compared: the bits of the answers, and accuracy above chance.
 
-    Accuracy counts where that of some model is clearly above that of a guess.
+    Accuracy counts where that of some model is above that of a guess.
     """
     scores, listed = results["sizes"][name]["scores"], []
     for task in results["tasks"]:
         metrics = scores[UNMERGED][task]
         listed += [(task, GOLD_BITS)] if GOLD_BITS in metrics else []
-        if ACCURACY in metrics:
-            lowest = max(mean_interval(of[task][ACCURACY]).low for of in scores.values())
-            listed += [(task, ACCURACY)] if lowest > TASKS[task] else []
+        if ACCURACY in metrics and any(is_above_chance(of[task], TASKS[task]) for of in scores.values()):
+            listed.append((task, ACCURACY))
     return listed
+
+
+def is_above_chance(metrics: dict[str, list[float]], guess: float) -> bool:
+    """Return whether the accuracy of a model is above that of a guess, over seeds and over questions (95%).
+
+    The errors of both are added as if the seeds erred on the same questions, which is the cautious case.
+    """
+    interval, questions = mean_interval(metrics[ACCURACY]), metrics["questions"][0]
+    of_questions = 1.96 * math.sqrt(interval.mean * (1 - interval.mean) / questions)
+    return interval.mean - math.hypot(interval.mean - interval.low, of_questions) > guess
 
 
 def report(results: dict[str, Any]) -> str:
@@ -173,14 +183,15 @@ def format_scores(results: dict[str, Any], name: str) -> str:
     return pages.format_table(header, rows) + (
         f"\n\nMerged: {size['merge']}, chosen by held-out loss on the part `select`. Annealed: a branch of the same "
         "run, linear over the last quarter, and the best annealing of all tokens with its own rate and batch. "
-        "Intervals are over seeds; all models answer the same questions. Fewer bits are better, and a higher accuracy. "
+        "Intervals are over seeds, of these questions, which all models answer. Fewer bits are better, and a higher "
+        "accuracy. "
         "Differences that are not marked are clear, all tested together at a false discovery rate of 5% (Benjamini and "
         "Hochberg)."
     )
 
 
 def format_chance(results: dict[str, Any], name: str) -> str:
-    """List the accuracies that no model has clearly above that of a guess."""
+    """List the accuracies that no model has above that of a guess."""
     scores, lines = results["sizes"][name]["scores"], []
     for task in results["tasks"]:
         if ACCURACY in scores[UNMERGED][task] and (task, ACCURACY) not in compared(results, name):
