@@ -245,9 +245,10 @@ def format_second(results: dict[str, Any]) -> str:
         row = setting_cells(results, name, ("mean", "merged mean"))
         rows.append([*row, shown(gain_in_time(results, name))] if is_known(results, name) else row)
     header = ["setting", "rate", "outer parameters", "merged", "gain of merging"]
-    with_momentum, without = outer_name(0.7, 0.9), outer_name(0.7, 0.0)
-    lines = []
-    if is_known(results, with_momentum) and is_known(results, without):
+    with_momentum, lines = outer_name(0.7, 0.9), []
+    for without in (outer_name(0.7, 0.0), base_name(results)):
+        if not (is_known(results, with_momentum) and is_known(results, without)):
+            continue
         change = combine(
             results,
             [(with_momentum, "mean"), (without, "merged mean")],
