@@ -212,16 +212,16 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     for name, size in results["sizes"].items():
         scores, listed = size["scores"], compared(results, name)
         estimates = [paired_estimate(scores[MERGED][t][m], scores[UNMERGED][t][m]) for t, m in listed]
-        clear = find_clear(estimates)
-        better = sum(
-            c and (e.mean < 0) == (m == GOLD_BITS) for c, e, (_, m) in zip(clear, estimates, listed, strict=True)
-        )
-        accuracies = sum(metric == ACCURACY for _, metric in listed)
-        found.append(
-            f"{name}: merged is better than raw in {better} of {len(listed)} scores, of which {accuracies} are "
-            "accuracies above chance"
-        )
-        for task, metric in listed[:2]:
+        better = [
+            is_clear and (estimate.mean < 0) == (metric == GOLD_BITS)
+            for is_clear, estimate, (_, metric) in zip(find_clear(estimates), estimates, listed, strict=True)
+        ]
+        counts = []
+        for metric, words in ((GOLD_BITS, "bits per byte of the answers"), (ACCURACY, "accuracies above chance")):
+            of_metric = [is_better for is_better, (_, of) in zip(better, listed, strict=True) if of == metric]
+            counts.append(f"{sum(of_metric)} of {len(of_metric)} {words}")
+        found.append(f"{name}: merged is better than raw in {' and in '.join(counts)}")
+        for task, metric in [*listed[:1], *(one for one in listed if one[1] == ACCURACY)]:
             ratio = ratio_of_means(scores[MERGED][task][metric], scores[UNMERGED][task][metric])
             if ratio:
                 what = "accuracy" if metric == ACCURACY else "bits per byte of the answer"

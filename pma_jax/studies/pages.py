@@ -191,13 +191,13 @@ def format_index(folder: Path) -> str:
 
 
 def format_summary(folder: Path) -> str:
-    """Format what the experiments in `folder` found, for a page beside it."""
-    lines = []
-    for text, rows in read_index(folder).items():
-        for name, row in rows.items():
-            effect = "" if text.startswith(SETTINGS) else f" ({row.effect})"
-            lines.append(f"- [{row.question}]({folder.name}/{name}/README.md) {row.found}{effect}.")
-    return "\n".join(lines)
+    """Format what the experiments in `folder` found, for a page beside it; settings are no findings."""
+    return "\n".join(
+        f"- [{row.question}]({folder.name}/{name}/README.md) {row.found} ({row.effect})."
+        for text, rows in read_index(folder).items()
+        if not text.startswith(SETTINGS)
+        for name, row in rows.items()
+    )
 
 
 def name_text(made: Mapping[str, Any]) -> str:
