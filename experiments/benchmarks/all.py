@@ -1,8 +1,9 @@
 """Run the benchmarks of this machine's CPU one after the other, and print what each of them prints.
 
-    python experiments/benchmarks/all.py --quick SCRATCH              fewer rounds and smaller files: 15 minutes
-    python experiments/benchmarks/all.py SCRATCH                      all rounds
-    python experiments/benchmarks/all.py --quick SCRATCH --only train,merge
+    python experiments/benchmarks/all.py --quick              fewer rounds and smaller files: 15 minutes
+    python experiments/benchmarks/all.py                      all rounds
+    python experiments/benchmarks/all.py --quick --only train,merge
+    python experiments/benchmarks/all.py SCRATCH              files in the directory SCRATCH, on another disk
 
 Nothing else may run on the machine meanwhile. Benchmarks that compare with PyTorch or lm-eval need its packages
 (`pip install -e '.[eval,torch]'`); without them they fail, and the others run. The exit status is 1 if any failed.
@@ -48,7 +49,13 @@ BENCHMARKS: dict[str, tuple[str, str, str | None]] = {
 def main() -> None:
     """Run the chosen benchmarks; print a line with the seconds of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scratch", type=Path, help="a directory on the disk to measure; what is written is removed")
+    parser.add_argument(
+        "scratch",
+        type=Path,
+        nargs="?",
+        default=FOLDER.parents[1] / "runs" / "benchmarks",
+        help="a directory on the disk to measure, in which what is written is removed (default: %(default)s)",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller files")
     parser.add_argument("--only", default=",".join(BENCHMARKS), help="comma-separated, of " + ", ".join(BENCHMARKS))
     options = parser.parse_args()
