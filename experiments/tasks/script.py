@@ -197,7 +197,9 @@ def format_chance(results: dict[str, Any], name: str) -> str:
         if ACCURACY in scores[UNMERGED][task] and (task, ACCURACY) not in compared(results, name):
             each = [f"{model} {pages.format_mean(of[task][ACCURACY])}" for model, of in scores.items()]
             lines.append(f"- {task} (a guess: {TASKS[task]:g}): {', '.join(each)}")
-    return "Accuracies at chance, of which no difference is made:\n\n" + "\n".join(lines) if lines else ""
+    return (
+        "Accuracies that are not above a guess, of which no difference is made:\n\n" + "\n".join(lines) if lines else ""
+    )
 
 
 def format_cut(size: dict[str, Any]) -> str:

@@ -19,7 +19,8 @@ RANDOM_DIRECTIONS, TOP_DIRECTIONS = 32, 4
 RECIPES = ("sma", "wma", "ema:alpha=0.2", "decay:shape=cosine", "decay:shape=minus_sqrt", "lagfree:lag=0.5", "lagfree")
 DIRECTIONS = {"random": f"{RANDOM_DIRECTIONS} random", "top": f"{TOP_DIRECTIONS} most curved"}
 AROUND = {"merge": "the merged model", "annealed": "the annealed model"}
-LAST, FLOOR = "mean of 1", "mean of infinitely many"
+LAST = "mean of 1"
+FLOOR, FLOOR_OF_ENDS, TIME_FLOOR = "infinitely many", "infinitely many, from two", "time, infinitely many"
 
 
 def mean_and_interval(results: dict[str, Any], statistic: Callable[[dict[str, Any]], float], digits: int = 4) -> str:
@@ -43,28 +44,40 @@ def quadratic_report(results: dict[str, Any]) -> str:
                 for gain in ("over_mean", "over_last")
             ]
             shares = ["", ""]
-            if kind != "measured":
+            if kind != "measured" and around == "annealed":  # around their own mean, the sum is -1 by construction
                 shares = [
                     mean_and_interval(results, lambda s, k=kind, q=share, a=around: s["quadratic"][a][k][q], 2)
                     for share in ("off_diagonal_share", "negative_pairs")
                 ]
             if kind != "measured" or around == "merge":
                 rows.append(["" if kind == "measured" else name, kind.replace("_", "-"), *gains, *shares])
-    header = ["expanded around", "", "over the mean of the losses", "over the last", "off-diagonal", "negative pairs"]
-    text = f"Gain of the mean of the last {results['window']} snapshots, nats per token"
+    header = ["expanded around", "", "over the mean of the losses", "over the last"]
+    header += ["off-diagonal over diagonal", "share of negative pairs"]
+    window = results["window"]
+    text = (
+        f"Gain of the mean of the last {window} snapshots of one run, nats per token, on a sample of 8,192 tokens, "
+        "with intervals over seeds. The sum of the products of different deviations, over that of each with itself, "
+        f"can be -1 (they cancel) to {window - 1} (they are equal); 0: they are orthogonal"
+    )
     return f"**A quadratic.** {text}:\n\n{pages.format_table(header, rows)}"
 
 
 def nats(results: dict[str, Any], model: str) -> np.ndarray:
     """Return the loss of a mean over replicas or over time, or of the annealed model, of each seed on each document.
 
-    The loss of the mean of m replicas is linear in 1/m as far as the loss is quadratic; FLOOR is its limit.
+    The loss of the mean of m replicas is linear in 1/m as far as the loss is quadratic; the extrapolated models are its
+    limits.
     """
-    of_seeds = [seed["noise"]["nats"] for seed in results["seeds"].values()]
-    if model != FLOOR:
+    of_seeds, count = [seed["noise"]["nats"] for seed in results["seeds"].values()], replicas(results)
+    sources = {
+        FLOOR: {m: f"mean of {m}" for m in range(2, count + 1)},
+        FLOOR_OF_ENDS: {1: LAST, count: f"mean of {count}"},
+        TIME_FLOOR: {1: "time", count: "both"},
+    }
+    if model not in sources:
         return np.array([of[model] for of in of_seeds])
-    counts = range(1, replicas(results) + 1)
-    return np.array([extrapolate_to_many(counts, [of[f"mean of {m}"] for m in counts]) for of in of_seeds])
+    by_count = sources[model]
+    return np.array([extrapolate_to_many(list(by_count), [of[name] for name in by_count.values()]) for of in of_seeds])
 
 
 def replicas(results: dict[str, Any]) -> int:
@@ -85,9 +98,11 @@ def noise_report(results: dict[str, Any]) -> str:
         LAST: "the last snapshot",
         "mean of 2": "mean of the last snapshots of 2 replicas",
         f"mean of {count}": f"of {count} replicas",
-        FLOOR: "of infinitely many (extrapolated)",
+        FLOOR: f"of infinitely many, extrapolated from 2 to {count}",
+        FLOOR_OF_ENDS: f"of infinitely many, extrapolated from 1 and {count}",
         "time": f"mean over time: the last {window} snapshots of one",
         "both": f"over both: {count} replicas, {window} snapshots each",
+        TIME_FLOOR: f"over both: infinitely many, extrapolated from 1 and {count}",
         "annealed": "annealed over the last quarter",
     }
     tokens = sum(next(iter(results["seeds"].values()))["noise"]["document_tokens"])
@@ -98,13 +113,18 @@ def noise_report(results: dict[str, Any]) -> str:
         rows.append([title, loss, less])
     pairs = (
         (f"mean of {count}", "time", f"the mean of the last snapshots of {count} replicas against the mean over time"),
-        ("both", f"mean of {count}", "averaging the mean of all replicas over time too"),
-        (FLOOR, "annealed", "infinitely many replicas (extrapolated) against the annealed model"),
+        ("both", f"mean of {count}", f"averaging the mean of {count} replicas over time too"),
+        (TIME_FLOOR, FLOOR_OF_ENDS, f"averaging the mean of infinitely many over time too (from 1 and {count})"),
+        (f"mean of {count}", "annealed", f"the mean of {count} replicas against the annealed model"),
+        (FLOOR, "annealed", f"infinitely many (from 2 to {count}) against the annealed model"),
     )
     lines = [f"- {words}: {pages.describe_difference(difference(results, *of), margin)}." for *of, words in pairs]
     head = f"The last {window} of {results['units']} units of a trunk, in {count} replicas with different data orders."
     table = pages.format_table(["model", "held-out loss", "less the last snapshot"], rows)
-    note = "Losses in nats per token (± over seeds); differences with 95% intervals over seeds and documents."
+    note = (
+        "Losses in nats per token (± over seeds); differences with 95% intervals over seeds and documents, which do "
+        "not contain the error of an extrapolation by a line in 1/m."
+    )
     return f"**Noise and drift.** {head}\n\n{table}\n\n{note}\n\n" + "\n".join(lines)
 
 
@@ -174,8 +194,8 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         5,
         "Why does it work?",
         "PMA, Section 4.6 and Fig. 8: deviations from the optimum cancel",
-        f"a quadratic at the merged model predicts {explained} of the gain over the mean of the losses; averaging the "
-        f"mean of {count} replicas over time too: {path}",
+        f"a quadratic at the merged model predicts {explained} (over seeds) of the gain over the mean of the losses; "
+        f"averaging the mean of {count} replicas over time too: {path}",
         f"gain over the last snapshot by averaging the last {results['window']} units: {', '.join(gains)} nats",
     )
 
