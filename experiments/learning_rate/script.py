@@ -18,7 +18,13 @@ from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.parabola import find_vertex
 from pma_jax.studies.planned import Branch, Plan, PlannedEvaluation, PlannedRun, get_by_seed
-from pma_jax.studies.statistics import MeanEstimate, MeanInterval, difference_over_documents, mean_interval
+from pma_jax.studies.statistics import (
+    MeanEstimate,
+    MeanInterval,
+    difference_over_documents,
+    mean_interval,
+    paired_difference,
+)
 from pma_jax.studies.study import Study
 
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
@@ -160,6 +166,11 @@ def format_best_rates(size: Mapping[str, Any]) -> str:
         center, low, high = (f"`{2**x:.2g}`" for x in interval_of(mean_interval(rates_S)))
         name = "raw" if model == RAW.text else model
         lines.append(f"- {name}: {center} [{low}, {high}], loss {pages.format_mean(losses_S)}")
+    for first, second in (("merged", RAW.text), ("annealed", "merged")):
+        factor = paired_difference(best[first][0], best[second][0])
+        center, low, high = (f"`{2**x:.2f}`" for x in interval_of(factor))
+        names = ("raw" if model == RAW.text else model for model in (first, second))
+        lines.append(f"- {' over '.join(names)}, paired over seeds: {center} [{low}, {high}]")
     difference = pages.format_difference(best["merged"][1], best["annealed"][1])
     return (
         "Best rate of each model, where the parabola through the three rates around the lowest is lowest (geometric "
