@@ -34,7 +34,7 @@ from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all, get_by_seed
 from pma_jax.studies.study import DECIMALS, Study
 from pma_jax.studies.targets import HORIZONS, horizon_units, read_target, target_runs
-from pma_jax.studies.tuning import TUNING_SEEDS, Contender, Tuned
+from pma_jax.studies.tuning import Contender, Tuned
 
 ANNEALING = Path(__file__).resolve().parents[1] / "annealing" / "results.json"
 SEARCHED = ("a quarter",)  # the horizons of the search on the first tuning seed
@@ -48,7 +48,7 @@ def plan(study: Study) -> Plan:
     work: list[PlannedRun | OtherWork] = []
     for size in study.sizes:
         work += [run for of in target_runs(study, ANNEALING, size).values() for run in of]
-        rivals, seeds, tokens = list_rivals(study, size), tuning_seeds(study), study.evaluation_tokens
+        rivals, seeds, tokens = list_rivals(study, size), study.tuning_seeds, study.evaluation_tokens
         for rival in rivals:
             for position in rival.grid if study.searches_settings else rival.grid[:1]:
                 setting = tuning.overrides(rival.axes, position)
@@ -75,11 +75,6 @@ def plan(study: Study) -> Plan:
             read = len(HORIZONS) * (len(rivals) * len(groups(CONSTANT, study.units)) + sum(ENSEMBLES)) * tokens
             work.append(OtherWork(f"{size}, the best settings", size, seed, (len(rivals) + 1) * total, read))
     return work
-
-
-def tuning_seeds(study: Study) -> tuple[int, ...]:
-    """Return the seeds of the search; no more than the study has."""
-    return TUNING_SEEDS[: len(study.seeds)]
 
 
 def measure(study: Study) -> dict[str, Any]:
@@ -124,7 +119,7 @@ def search(study: Study, size: str, rivals: Sequence[Rival]) -> tuple[dict[str, 
         }
 
     contenders = [Contender(rival.name, rival.axes, rival.grid, rival.is_allowed) for rival in rivals]
-    seeds = tuning_seeds(study)
+    seeds = study.tuning_seeds
     measure_first = functools.partial(measure_on, seeds[:1], horizons=SEARCHED)
     return tuning.search(contenders, measure_on, seeds, FINALISTS, study.searches_settings, measure_first)
 
@@ -213,7 +208,7 @@ def choices_of(study: Study, rival: Rival) -> dict[str, list[Cell]]:
 def choose(study: Study, size: str, rival: Rival, setting: Sequence[str]) -> dict[str, dict[str, Cell]]:
     """Choose the best model of each group at each horizon, on the tuning seeds and the part `select`."""
     cells = choices_of(study, rival)
-    runs = [list_runs(study, size, rival, setting, seed, cells, SELECT) for seed in tuning_seeds(study)]
+    runs = [list_runs(study, size, rival, setting, seed, cells, SELECT) for seed in study.tuning_seeds]
     complete_all(study, [run for of in runs for run in of], study.workers)
     losses, chosen = [read_select(study, of) for of in runs], {}
     for i, (horizon, end) in enumerate(horizon_units(study).items()):

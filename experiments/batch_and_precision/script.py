@@ -3,7 +3,6 @@
 Command:   python experiments/batch_and_precision/script.py --runs runs/science --jobs 2
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,7 +27,6 @@ from pma_jax.studies.planned import (
 )
 from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, estimate_over_documents
 from pma_jax.studies.study import Study
-from pma_jax.studies.tuning import TUNING_SEEDS
 
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 SHARE = 4  # a run has the size's tokens divided by this: those of the search of experiments/tuning
@@ -48,11 +46,6 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 BASE = next(iter(VARIANTS))
 MODELS = ("raw", "merged")
-
-
-def tuning_seeds(study: Study) -> tuple[int, ...]:
-    """Return the seeds on which rates are chosen; no more than the study has."""
-    return TUNING_SEEDS[: len(study.seeds)]
 
 
 def rates(study: Study) -> tuple[float, ...]:
@@ -96,7 +89,7 @@ def search_runs(study: Study, size: str) -> list[PlannedRun]:
         run_of(study, size, variant, rate, seed, SELECT)
         for variant in VARIANTS
         for rate in rates(study)
-        for seed in tuning_seeds(study)
+        for seed in study.tuning_seeds
     ]
 
 
@@ -107,7 +100,7 @@ def measure(study: Study) -> dict[str, Any]:
 
 def measure_size(study: Study, size: str) -> dict[str, Any]:
     """Choose the rates of a size's variants, train the chosen ones on the seeds of the study, and read their losses."""
-    found = measure_raw_and_merged(study, search_runs(study, size), len(tuning_seeds(study)))
+    found = measure_raw_and_merged(study, search_runs(study, size), len(study.tuning_seeds))
     of_variant = len(rates(study))
     tried = {
         variant: dict(zip(map(str, rates(study)), found[i * of_variant : (i + 1) * of_variant], strict=True))
@@ -139,7 +132,7 @@ def finite(tried: dict[str, Any]) -> dict[str, Any]:
 
 def choose_window(study: Study, size: str, variant: str, rate: float) -> str:
     """Return the text of the merge with the lowest loss on the tuning seeds and the part `select`."""
-    runs = [run_of(study, size, variant, rate, seed, SELECT) for seed in tuning_seeds(study)]
+    runs = [run_of(study, size, variant, rate, seed, SELECT) for seed in study.tuning_seeds]
     merges = runs[0].evaluations[1].cells
     each = [run.study(study).losses(run.get(study), merges, [UNITS], SELECT) for run in runs]
     return min(merges, key=lambda cell: sum(losses[cell, UNITS] for losses in each)).text
@@ -148,7 +141,7 @@ def choose_window(study: Study, size: str, variant: str, rate: float) -> str:
 def read(study: Study, runs: Sequence[PlannedRun]) -> dict[str, Any]:
     """Return the losses of the runs of a setting, one per seed, in the layout of results.json."""
     raw, merged = runs[0].evaluations
-    reading, get = dataclasses.replace(study, units=UNITS), get_by_seed(study, runs)
+    reading, get = runs[0].study(study), get_by_seed(study, runs)
     of_raw = reading.document_losses_over_seeds(get, raw.cells, raw.ends, REPORT)
     of_merged = reading.document_losses_over_seeds(get, merged.cells, merged.ends, REPORT)
     return of_raw | {"nats": of_raw["nats"] | of_merged["nats"]}

@@ -22,7 +22,7 @@ from worker_readouts import (
     runs_to_choose,
     runs_to_report,
 )
-from worker_search import FINALISTS, first_runs, outer_rates, search_all, tuning_seeds
+from worker_search import FINALISTS, first_runs, outer_rates, search_all
 from worker_settings import (
     COUNTS,
     RATE_GRID,
@@ -56,12 +56,12 @@ def plan(study: Study) -> Plan:
     done = Counter(
         run.config.training.seed
         for run in run_cache.finished_runs(study.cache)
-        if run.config.training.total_tokens == total and run.config.training.seed in tuning_seeds(study)
+        if run.config.training.total_tokens == total and run.config.training.seed in study.tuning_seeds
     )
     methods, cells = method_searches(ground), cell_searches(ground, {})
     tried = len(methods) * EXPECTED_METHOD_SETTINGS + len(cells) * EXPECTED_CELL_SETTINGS
     contenders = len(methods) + len(cells)
-    for index, seed in enumerate(tuning_seeds(study) if study.searches_settings else ()):
+    for index, seed in enumerate(study.tuning_seeds if study.searches_settings else ()):
         # The grid is listed above, on the first seed; the others have the best settings only.
         listed, expected = (0, contenders * FINALISTS) if index else (contenders * len(RATE_GRID), tried)
         more = max(expected - max(done[seed], listed), 0)
@@ -106,7 +106,7 @@ def measure(study: Study) -> dict[str, Any]:
         "facts": dataclasses.replace(study, units=ground.units).describe_size(ground.size),
         "ground": dataclasses.asdict(ground),
         "searched": searched,
-        "search": {"seeds": len(tuning_seeds(study)), "finalists": FINALISTS},
+        "search": {"seeds": len(study.tuning_seeds), "finalists": FINALISTS},
         "experiments": names,
         "counts": varied,
         "settings": measured,

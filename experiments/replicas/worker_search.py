@@ -27,7 +27,7 @@ from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.studies import tuning
 from pma_jax.studies.planned import PlannedEvaluation, PlannedRun, complete_all, measure_raw_and_merged
 from pma_jax.studies.study import Study
-from pma_jax.studies.tuning import TUNING_SEEDS, Contender
+from pma_jax.studies.tuning import Contender
 
 RAW_MARKS = 4  # the raw loss is the mean over that many of the last units: one snapshot is noise
 # No state but the last: nothing is forked.
@@ -45,11 +45,6 @@ def planned_run(
     readings = (SPREAD,) if workers else ()
     changes = (*changes, *COMMON, kinds)
     return PlannedRun(ground.size, seed, changes, None, tuple(evaluations), ground.units, readings=readings)
-
-
-def tuning_seeds(study: Study) -> tuple[int, ...]:
-    """Return the seeds of the search; no more than the study has."""
-    return TUNING_SEEDS[: len(study.seeds)]
 
 
 def evaluations(ground: Ground) -> tuple[PlannedEvaluation, PlannedEvaluation]:
@@ -77,7 +72,7 @@ def first_runs(study: Study, ground: Ground) -> list[PlannedRun]:
         return []
     later = twice_the_workers(ground, {})  # their outer rates are not known yet
     cells = [search for name, search in cell_searches(ground, {}).items() if name not in later]
-    searches, seeds = [*method_searches(ground).values(), *cells], tuning_seeds(study)[:1]
+    searches, seeds = [*method_searches(ground).values(), *cells], study.tuning_seeds[:1]
     return [
         run
         for search in searches
@@ -106,7 +101,7 @@ def search_group(study: Study, ground: Ground, searches: dict[str, Search]) -> d
         return {
             name: {"best": tuning.overrides(search.axes, first[name]), "tried": []} for name, search in searches.items()
         }
-    seeds = tuning_seeds(study)
+    seeds = study.tuning_seeds
     measured: dict[str, dict[tuple[str, ...], dict[str, list[float]]]] = {name: {} for name in searches}
 
     def measure_on(seeds: Sequence[int], settings: dict[str, list[list[str]]]) -> dict[str, list[list[float]]]:

@@ -81,10 +81,10 @@ def task_names(study: Study) -> list[str]:
 def measure_size(study: Study, size: str) -> dict[str, Any]:
     """Return the scores of each model of a size: {model: {task: {metric: one value per seed}}}."""
     of_size = runs(study, size)
-    trunks = {run.seed: run for run in of_size[MERGED]}
-    losses = [run.study(study).losses(run.get(study), windows(study), [study.units], SELECT) for run in trunks.values()]
+    trunks = of_size[MERGED]
+    losses = [run.study(study).losses(run.get(study), windows(study), [study.units], SELECT) for run in trunks]
     merge = min(windows(study), key=lambda cell: float(np.mean([one[cell, study.units] for one in losses])))
-    get_trunk = get_by_seed(study, of_size[MERGED])
+    get_trunk = get_by_seed(study, trunks)
     scores = {UNMERGED: [score(study, get_trunk(seed), RAW) for seed in study.seeds]}
     scores[MERGED] = [score(study, get_trunk(seed), merge) for seed in study.seeds]
     for model in (BRANCH, ANNEALED):

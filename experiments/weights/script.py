@@ -56,7 +56,7 @@ def plan(study: Study) -> Plan:
     work: list[PlannedRun | OtherWork] = []
     for size in study.sizes:
         work += select_runs(study, size)
-        # A gradient costs two forward passes more than an evaluation, and a step of L-BFGS a little over one gradient.
+        # A step of L-BFGS computes about one gradient, which takes as long as training on the same tokens.
         trained = len(LEARNED) * FIT_STEPS * study.evaluation_tokens
         judged = len(horizon_units(study)) * len(KINDS) * (len(RECIPES) + len(POWER)) + len(LEARNED) + 1
         read = judged * study.evaluation_tokens

@@ -21,7 +21,7 @@ from parameter_path import (
     top_eigenpairs,
 )
 from replica_noise import subset_mean_weights
-from why_page import RANDOM_DIRECTIONS, TOP_DIRECTIONS, draw, report, summarize
+from why_page import RANDOM_DIRECTIONS, TEXT_TOKENS, TOP_DIRECTIONS, draw, report, summarize
 
 from pma_jax.analysis import curvature, landscape
 from pma_jax.analysis.workbench import Workbench, open_workbench
@@ -37,7 +37,6 @@ from pma_jax.studies.planned import Branch, OtherWork, Plan, PlannedRun
 from pma_jax.studies.study import DECIMALS, Study
 
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
-TEXT_TOKENS = 8192  # held-out tokens for curvature and landscape
 REPLICAS = 5  # in addition to the trunk
 CURVATURE_TOKENS = 8_000_000  # tokens whose evaluation takes as long as curvature and planes of one seed
 GRID = 17  # points along each axis of a contour plot

@@ -15,6 +15,7 @@ from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, mean_interval, ratio_of_means
 
+TEXT_TOKENS = 8192  # held-out tokens for curvature and landscape
 RANDOM_DIRECTIONS, TOP_DIRECTIONS = 32, 4
 RECIPES = ("sma", "wma", "ema:alpha=0.2", "decay:shape=cosine", "decay:shape=minus_sqrt", "lagfree:lag=0.5", "lagfree")
 DIRECTIONS = {"random": f"{RANDOM_DIRECTIONS} random", "top": f"{TOP_DIRECTIONS} most curved"}
@@ -53,11 +54,11 @@ def quadratic_report(results: dict[str, Any]) -> str:
                 rows.append(["" if kind == "measured" else name, kind.replace("_", "-"), *gains, *shares])
     header = ["expanded around", "", "over the mean of the losses", "over the last"]
     header += ["off-diagonal over diagonal", "share of negative pairs"]
-    window = results["window"]
+    window, tokens = results["window"], min(TEXT_TOKENS, results["made"]["evaluation_tokens"])
     text = (
-        f"Gain of the mean of the last {window} snapshots of one run, nats per token, on a sample of 8,192 tokens, "
-        "with intervals over seeds. The sum of the products of different deviations, over that of each with itself, "
-        f"can be -1 (they cancel) to {window - 1} (they are equal); 0: they are orthogonal"
+        f"Gain of the mean of the last {window} snapshots of one run, nats per token, on a sample of {tokens:,} "
+        "tokens, with intervals over seeds. The sum of the products of different deviations, over that of each with "
+        f"itself, can be -1 (they cancel) to {window - 1} (they are equal); 0: they are orthogonal"
     )
     return f"**A quadratic.** {text}:\n\n{pages.format_table(header, rows)}"
 

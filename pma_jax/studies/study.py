@@ -30,6 +30,7 @@ from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage.json_files import parse_untrusted_json
 from pma_jax.studies import run_cache
+from pma_jax.studies.tuning import TUNING_SEEDS
 
 SIZES = ("science_small", "science_large", "science_moe")
 TRUNK_EVALUATION_TOKENS = 4096  # held-out tokens of the evaluations while a trunk trains; the study uses more
@@ -58,6 +59,11 @@ class Study:
     def searches_settings(self) -> bool:
         """Whether experiments search settings; with fewer units, as in tests, they take the first ones."""
         return self.units >= FEWEST_UNITS
+
+    @property
+    def tuning_seeds(self) -> tuple[int, ...]:
+        """The seeds on which settings are searched; no more than the study has."""
+        return TUNING_SEEDS[: len(self.seeds)]
 
     def settings(self) -> dict[str, Any]:
         """Return what defines the runs and readings of the study, as JSON."""
