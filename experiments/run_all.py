@@ -1,4 +1,4 @@
-"""Run all experiments that share trunks, in order; finished work is not repeated.
+"""Run all experiments, in order; finished work is not repeated.
 
 Command:   python experiments/run_all.py --runs runs/science
 
@@ -41,6 +41,7 @@ QUESTIONS = (
     "tasks",
     "batch_and_precision",
     "replicas",
+    "spike_recovery",
     "growth",
 )
 

@@ -10,7 +10,8 @@ import scipy.stats
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.studies import pages
-from pma_jax.studies.statistics import CONFIDENCE, mean_interval, paired_difference
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.statistics import CONFIDENCE, MeanInterval, mean_interval, paired_difference
 
 NOTHING, CLEAN = "nothing", "clean"
 PASSING_NATS = 0.1  # above the loss before the spike
@@ -66,7 +67,7 @@ def against_restart(results: Mapping[str, Any], arm: str) -> float:
     return float(scipy.stats.binomtest(better, better + worse).pvalue) if better + worse else 1.0
 
 
-def format_report(results: Mapping[str, Any]) -> str:
+def report(results: dict[str, Any]) -> str:
     """Format the odds of each arm, and the effect of each factor of the arms that go back."""
     arms = list(next(iter(results["seeds"].values())))
     tested = [arm for arm in arms if arm not in (NOTHING, CLEAN, RESTART)]
@@ -84,7 +85,6 @@ def format_report(results: Mapping[str, Any]) -> str:
         "last loss less that before",
         "p against restart",
     ]
-    text = results["text"]
     return "\n\n".join(
         [
             pages.format_table(header, rows),
@@ -93,42 +93,45 @@ def format_report(results: Mapping[str, Any]) -> str:
             "corrected for all arms (Benjamini and Hochberg).",
             format_factors(results),
             f"{len(results['seeds'])} collapsed seeds ({', '.join(results['seeds'])}); did not collapse: "
-            f"{', '.join(map(str, results['never_collapsed'])) or 'none'}. Judged on {text['tokens']:,} tokens of "
-            f"{text['documents']} documents. {results['machine_hours']:.2f} hours of runs.",
+            f"{', '.join(map(str, results['never_collapsed'])) or 'none'}.",
         ]
     )
 
 
-def format_factors(results: Mapping[str, Any]) -> str:
-    """Format the effect of each factor on the share that passes, and on the last loss, over the other factors."""
+def factor_effects(results: Mapping[str, Any]) -> dict[str, tuple[MeanInterval, MeanInterval]]:
+    """Estimate the effect of each factor, the mean over the levels of the others.
+
+    Returns:
+        {name of the factor: (the difference of the share of arms that pass, and of the last loss in nats per token)}.
+    """
     levels = {
         "optimizer reset, against restored": [
-            ((n, "reset", w), (n, "restored", w)) for n, w in crossed(WINDOWS, WARM_UPS)
+            ((n, "reset", w), (n, "restored", w)) for n, w in itertools.product(WINDOWS, WARM_UPS)
         ],
         "warm-up of 25 steps, against none": [
-            ((n, o, "25 steps"), (n, o, "none")) for n, o in crossed(WINDOWS, OPTIMIZERS)
+            ((n, o, "25 steps"), (n, o, "none")) for n, o in itertools.product(WINDOWS, OPTIMIZERS)
         ],
-        "N = 3, against 1": [(("3", o, w), ("1", o, w)) for o, w in crossed(OPTIMIZERS, WARM_UPS)],
-        "N = 5, against 1": [(("5", o, w), ("1", o, w)) for o, w in crossed(OPTIMIZERS, WARM_UPS)],
     }
-    rows = []
+    for n in WINDOWS[1:]:
+        levels[f"N = {n}, against 1"] = [((n, o, w), ("1", o, w)) for o, w in itertools.product(OPTIMIZERS, WARM_UPS)]
+    found = {}
     for name, pairs in levels.items():
-        cells = []
-        for value, digits in (
-            (lambda arm: verdicts(results, arm, "passes"), 2),
-            (lambda arm: above_before(results, arm), 4),
-        ):
-            first, second = (mean_over([value(arm_name(*pair[side])) for pair in pairs]) for side in (0, 1))
-            cells.append(pages.format_interval(paired_difference(first, second), digits))
-        rows.append([name, *cells])
+        first, second = ([arm_name(*pair[side]) for pair in pairs] for side in (0, 1))
+        passes = [mean_over([verdicts(results, arm, "passes") for arm in arms]) for arms in (first, second)]
+        above = [mean_over([above_before(results, arm) for arm in arms]) for arms in (first, second)]
+        found[name] = paired_difference(passes[0], passes[1]), paired_difference(above[0], above[1])
+    return found
+
+
+def format_factors(results: Mapping[str, Any]) -> str:
+    """Format the effect of each factor."""
+    rows = [
+        [name, pages.format_interval(share, 2), pages.format_interval(loss)]
+        for name, (share, loss) in factor_effects(results).items()
+    ]
     return "The effect of each factor, the mean over the levels of the others, over seeds:\n\n" + pages.format_table(
         ["factor", "share of arms that pass", "last loss, nats per token"], rows
     )
-
-
-def crossed(*levels: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return all combinations of levels."""
-    return list(itertools.product(*levels))
 
 
 def mean_over(rows: list[list[float]]) -> list[float]:
@@ -136,7 +139,28 @@ def mean_over(rows: list[list[float]]) -> list[float]:
     return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
-def draw(results: Mapping[str, Any]) -> bytes:
+def summarize(results: dict[str, Any]) -> IndexRow:
+    """Summarize the odds of the restart and of the mean of 3 snapshots, and the effect of each factor."""
+    arms = list(next(iter(results["seeds"].values())))
+    others = [arm for arm in arms if arm not in (NOTHING, CLEAN)]
+    best = max(others, key=lambda arm: sum(verdicts(results, arm, "passes")))
+    shown = {
+        "restarting from the last snapshot": RESTART,
+        "from the mean of 3, everything else equal": arm_name("3", "restored", "none"),
+        f"the most of {len(others)} arms, {best}": best,
+    }
+    found = [f"{name}, {format_odds(verdicts(results, arm, 'passes'))}" for name, arm in shown.items()]
+    effects = [f"{name} {pages.format_interval(share, 2)}" for name, (share, _) in factor_effects(results).items()]
+    return IndexRow(
+        9,
+        "Does a collapsed run recover from the mean of earlier snapshots?",
+        "PMA, Section 4.5 and Fig. 7: it does, and follows the original trajectory",
+        f"seeds that pass the spike: {'; '.join(found)}",
+        f"share of arms that pass: {'; '.join(effects)}",
+    )
+
+
+def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """Draw the training loss of the first collapsed seeds from shortly before the spike on: restart and N = 3."""
     panels = []
     shown = (NOTHING, RESTART, "skip updates", arm_name("3", "restored", "none"), arm_name("3", "reset", "25 steps"))
@@ -147,4 +171,4 @@ def draw(results: Mapping[str, Any]) -> bytes:
             points = [point for point in arms[name]["curve"] if point[0] >= 0.75 * onset]
             lines.append(Line(name, [point[0] / 1e6 for point in points], [point[1] for point in points]))
         panels.append(LinePanel(f"seed {seed}: training loss (spike at {onset / 1e6:.2f}M)", "tokens, millions", lines))
-    return to_png(draw_lines(panels, columns=2))
+    return {"figure.png": to_png(draw_lines(panels, columns=2))}

@@ -26,7 +26,10 @@ class DamageError(UserError):
 
 
 class DivergenceError(UserError):
-    """Training diverged: a metric, a parameter or a held-out loss is not finite. Training again diverges again."""
+    """Training diverged, and training again diverges again.
+
+    A metric, a parameter or a held-out loss is not finite, or a loss spike outlasts all rollbacks.
+    """
 
 
 class StorageError(OSError):

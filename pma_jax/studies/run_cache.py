@@ -101,6 +101,28 @@ def get_or_fork(
     return _train_entry(absolute_path(cache) / name, config, start)
 
 
+def get_even_if_diverged(
+    cache: epath.PathLike, config: Config, key: str = "", start: Callable[[epath.Path], Any] | None = None
+) -> tuple[Run, str]:
+    """Return the run of `config`, trained to its horizon or until it diverges, and the error if it diverged.
+
+    Args:
+        cache: Directory of the cache.
+        config: The configuration.
+        key: Key of a run that does not begin at its first step; by default that of `config`.
+        start: Creates the directory of such a run.
+
+    Raises:
+        UserError: As for `train`.
+    """
+    entry, error = absolute_path(cache) / (key or configuration.digest(config)), ""
+    try:
+        return _train_entry(entry, config, start), error
+    except DivergenceError as diverged:
+        error = str(diverged)
+    return open_run(entry / "run"), error
+
+
 def get_or_merge(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
     """Return the merge that `cell` describes, of the newest snapshots at `at_tokens`; if missing, make it.
 

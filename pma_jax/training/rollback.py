@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from pma_jax.config import Config
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DivergenceError
 from pma_jax.merging.api import average
 from pma_jax.merging.recipes import coefficients
 from pma_jax.runs import integrity, states, steps
@@ -104,7 +104,7 @@ def begin(run: Run, spike: Record, state: TrainState, progress: Progress, mesh: 
         mesh: The mesh of `state`.
 
     Raises:
-        UserError: `spikes.attempts` rollbacks were made, or there is no snapshot from before the spike.
+        DivergenceError: `spikes.attempts` rollbacks were made, or there is no snapshot from before the spike.
     """
     config, keys, previous = run.config, run.config.spikes, events(run)
     attempt, merged = _choose_snapshots(run, spike, previous)
@@ -180,7 +180,7 @@ def _choose_snapshots(run: Run, spike: Record, previous: list[Event]) -> tuple[i
     recurs = previous and spike["onset_tokens"] <= previous[-1]["spike"]["tokens"] + keys.patience_tokens
     attempt = previous[-1]["attempt"] + 1 if recurs else 1
     if attempt > keys.attempts:
-        raise UserError(
+        raise DivergenceError(
             f"{problem} after {keys.attempts} rollbacks: use `pma fork` from a state before it with a lower "
             "schedule.peak_rate or more spikes.attempts"
         )
@@ -188,7 +188,9 @@ def _choose_snapshots(run: Run, spike: Record, previous: list[Event]) -> tuple[i
     # A retry from the same snapshots would repeat the run bit for bit, so each attempt omits one more snapshot.
     merged = newest_consecutive(run.config, before[: len(before) - (attempt - 1)], keys.snapshots)
     if not merged:
-        raise UserError(f"{problem}, and there is no snapshot from before it to roll back to: `pma fork` from a state")
+        raise DivergenceError(
+            f"{problem}, and there is no snapshot from before it to roll back to: `pma fork` from a state"
+        )
     return attempt, merged
 
 
