@@ -167,7 +167,7 @@ def measure_run(study: Study, run: Run, start: Snapshot) -> dict[str, Any]:
     half = dataclasses.replace(config.evaluation, tokens=study.evaluation_tokens // 2)
     (last,) = evaluate_merges(dataclasses.replace(config, evaluation=half), each[-1:], [[1]], SELECT).losses
     records = [r for r in run.metrics if r["kind"] == "train"]
-    norms = [r["gradient_norm"] for r in records if r["tokens"] > start_tokens(run)]
+    norms = [r["gradient_norm"] for r in records if r["tokens"] > run.start_tokens]
     return {
         "begin": sums[0].tolist(),
         "early": sums[1].tolist(),
@@ -176,11 +176,6 @@ def measure_run(study: Study, run: Run, start: Snapshot) -> dict[str, Any]:
         "gradient_norms": [round(norm, 4) for norm in norms[:EARLY]],
         "early_roughness": roughness(norms[:EARLY]),
     }
-
-
-def start_tokens(run: Run) -> int:
-    """Return the tokens at which a run began: 0, or those of the state that it was forked from."""
-    return (run.metadata.get("forked_from") or {"tokens": 0})["tokens"]
 
 
 if __name__ == "__main__":

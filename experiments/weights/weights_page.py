@@ -83,7 +83,8 @@ def report(results: dict[str, Any]) -> str:
     """Format the table of recipes of each size, and its learned weights."""
     margin, parts = results["made"]["margin"], []
     for name, size in results["sizes"].items():
-        parts += [f"### {name}", format_baseline(size), format_recipes(size, margin), format_learned(size, margin)]
+        parts += [f"### {name}", format_baseline(size), format_recipes(size, margin)]
+        parts += [format_best(size, margin), format_learned(size, margin)]
     return "\n\n".join(parts)
 
 
@@ -122,6 +123,27 @@ def format_recipes(size: Mapping[str, Any], margin: float) -> str:
         f"best on the part `select` (power: all snapshots). All cells are tested together, equal within {margin:g} "
         "nats and different, each with at most 5% false findings (Benjamini and Hochberg)."
     )
+
+
+def format_best(size: Mapping[str, Any], margin: float) -> str:
+    """Compare the best fixed weights at each horizon with the best plain mean of the same kind of snapshot."""
+    lines = []
+    for horizon, end in size["ends"].items():
+        text = best_fixed(size, horizon)
+        kind = next(kind for _, kind in rows(size) if text in merges_of_kind(size, horizon, kind))
+        mean = size["chosen"][horizon][series(BASELINE, kind)]
+        tokens_D = size["merges"][str(end)]["document_tokens"]
+        estimate = difference_over_documents(nats(size, horizon, text), nats(size, horizon, mean), tokens_D)
+        lines.append(f"- {horizon}, {text} against {mean}: {pages.describe_difference(estimate, margin)}.")
+    return (
+        "The best of all fixed weights on the part `select`, against the best plain mean of the same kind of "
+        "snapshot:\n\n" + "\n".join(lines)
+    )
+
+
+def merges_of_kind(size: Mapping[str, Any], horizon: str, kind: str) -> list[str]:
+    """Return the chosen merges of a kind of snapshot at a horizon."""
+    return [text for recipe in (*RECIPES, *POWER) if (text := size["chosen"][horizon].get(series(recipe, kind)))]
 
 
 def learned_difference(size: Mapping[str, Any], fit: Mapping[str, Any], text: str) -> MeanEstimate:
@@ -193,7 +215,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
                 windows = sorted(of_recipe)
                 dashed = recipe.startswith("lagfree")
                 lines.append(Line(display_name(recipe), windows, [of_recipe[w] for w in windows], dashed=dashed))
-            title = f"{name}, {SNAPSHOT_KINDS[kind].title}: loss less that of the best mean of points, nats"
+            title = f"{name}, {SNAPSHOT_KINDS[kind].title}: nats above sma of points"
             panels.append(LinePanel(title, "snapshots merged", lines, zero_line=True, y_limits=(-0.01, 0.06)))
         panels.append(learned_panel(name, size))
     return {"figure.png": to_png(draw_lines(panels, columns=3))}

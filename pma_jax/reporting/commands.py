@@ -28,7 +28,7 @@ def reproduction_commands(run: Run, forks: Sequence[Run], merges: Sequence[dict[
         base = configuration.resolve(configuration.load(BASE_CONFIG))
         commands = [_pma("train", "--config", BASE_CONFIG, "--workdir", _run_path(run), *_overrides(base, run.config))]
     for fork in forks:
-        at = fork.metadata["forked_from"]["tokens"]
+        at = fork.start_tokens
         changed = _overrides(run.config, fork.config)
         commands.append(_pma("fork", _run_path(run), "--at-tokens", at, "--workdir", _run_path(fork), *changed))
     for kind in dict.fromkeys(m["kind"] for m in merges):

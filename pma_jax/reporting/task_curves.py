@@ -28,7 +28,7 @@ def task_curves(run: Run, forks: Sequence[Run]) -> list[dict[str, Any]]:
                 continue
             model = record["model"]
             if source is not run:
-                if model != RAW_LABEL or record["tokens"] <= source.metadata["forked_from"]["tokens"]:
+                if model != RAW_LABEL or record["tokens"] <= source.start_tokens:
                     continue
                 model = source.path.name
             group = groups.setdefault(

@@ -174,16 +174,21 @@ class Run:
         resuming from it would lose these snapshots. If no state has all its snapshots, the user has removed snapshots,
         and all states are returned.
         """
-        fork_tokens = (self.metadata.get("forked_from") or {"tokens": 0})["tokens"]
+        start_tokens = self.start_tokens
         kinds = [kind for kind in self.config.checkpoint.kinds if kind in SNAPSHOT_KINDS]
         newest_complete_tokens = min(map(self._newest_tokens, kinds))
 
         def has_its_snapshots(state: SavedState) -> bool:
-            step_ends = range(state.tokens, fork_tokens, -self.config.batch_tokens)
+            step_ends = range(state.tokens, start_tokens, -self.config.batch_tokens)
             return newest_complete_tokens >= next((t for t in step_ends if self.config.is_snapshot_due(t)), 0)
 
         states = self.states[::-1]
         return list(filter(has_its_snapshots, states)) or states
+
+    @property
+    def start_tokens(self) -> int:
+        """Tokens at which the run began: 0, or those of the state that it was forked from."""
+        return (self.metadata.get("forked_from") or {"tokens": 0})["tokens"]
 
     @property
     def metadata(self) -> dict[str, Any]:

@@ -249,8 +249,7 @@ def evaluation_cost(run: Run) -> dict[str, float]:
 def training_cost(run: Run) -> dict[str, float]:
     """Return the machine `seconds` and the `tokens` of a run's training; of a fork, the tokens since the fork."""
     seconds = _read_trained(run.path.parent)["seconds"]
-    origin = (run.metadata.get("forked_from") or {"tokens": 0})["tokens"]
-    return {"seconds": seconds, "tokens": run.config.training.total_tokens - origin}
+    return {"seconds": seconds, "tokens": run.config.training.total_tokens - run.start_tokens}
 
 
 def machine_share() -> float:

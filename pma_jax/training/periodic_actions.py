@@ -48,7 +48,7 @@ class PeriodicActions:
     ):
         """Open the writers of snapshots and training states, and register them with `exit_stack`, which closes them."""
         self._run, self._config, self._log = run, run.config, log
-        self._start_tokens = run.metadata.get("forked_from", {"tokens": 0})["tokens"]
+        self._start_tokens = run.start_tokens
         self._states = exit_stack.enter_context(run.writer(STATES))
         folders = [SNAPSHOT_KINDS[kind].folder for kind in run.config.checkpoint.kinds if kind != WORKER_SNAPSHOTS]
         if WORKER_SNAPSHOTS in run.config.checkpoint.kinds:
