@@ -3,7 +3,8 @@
 Command:   python experiments/weights/script.py --runs runs/science --jobs 2
 
 At a quarter, half and all of the tokens of each trunk: every recipe over every window. The best window of a recipe is
-chosen on the part `select` of the held-out text and judged on `report`; weights are learned on `fit`.
+chosen on the part `select` of the held-out text, as the mean over seeds, and judged on `report`; weights are learned on
+`fit`, for each seed.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from learned_weights import learn_weights
-from weights_page import KINDS, POWER, RECIPES, draw, report, summarize
+from weights_page import BASELINE, KINDS, POWER, RECIPES, draw, report, series, summarize
 
 from pma_jax.analysis.workbench import text_loss
 from pma_jax.data.sampling import FIT, REPORT, SELECT
@@ -31,24 +32,27 @@ from pma_jax.studies.study import DECIMALS, Study
 from pma_jax.studies.targets import horizon_units
 
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
-WINDOWS = (2, 4, 8, 12, 16, 24, 32)
+WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 LEARNED = (("point", 4), ("block_mean", 2))  # kind, and divisor: the newest units / divisor snapshots are merged
 FIT_STEPS = 20  # of L-BFGS
 FIT_BATCH_SEQUENCES = 256  # a gradient keeps the activations of all batches, so that large ones cost no memory
 
 
 def cells(end: int) -> list[Cell]:
-    """Return every merge of the table at an end, in units."""
-    windows = [w for w in WINDOWS if w <= end // 2]
-    fits = [recipe for recipe in RECIPES if recipe.startswith("lagfree")]  # of a line or a parabola: 3 points or more
+    """Return every merge of the table at an end, in units: windows up to all snapshots."""
     grid = [
-        Cell(recipe, w, kind=kind)
+        Cell(recipe, window, kind=kind)
         for kind in KINDS
         for recipe in RECIPES
-        for w in windows
-        if w > 2 or recipe not in fits
+        for window in WINDOWS
+        if smallest_window(recipe) <= window <= end
     ]
     return [*grid, *(Cell(recipe, end, kind=kind) for kind in KINDS for recipe in POWER)]
+
+
+def smallest_window(recipe: str) -> int:
+    """Return the smallest window that is tried: 1 of the plain mean, 3 of a fit of a line or a parabola, else 2."""
+    return 1 if recipe == BASELINE else 3 if recipe.startswith("lagfree") else 2
 
 
 def plan(study: Study) -> Plan:
@@ -58,7 +62,7 @@ def plan(study: Study) -> Plan:
         work += select_runs(study, size)
         # A step of L-BFGS computes about one gradient, which takes as long as training on the same tokens.
         trained = len(LEARNED) * FIT_STEPS * study.evaluation_tokens
-        judged = len(horizon_units(study)) * len(KINDS) * (len(RECIPES) + len(POWER)) + len(LEARNED) + 1
+        judged = len(horizon_units(study)) * len(KINDS) * (len(RECIPES) + 1) + len(LEARNED) + 1
         read = judged * study.evaluation_tokens
         work += [OtherWork(f"{size}, chosen and learned weights", size, s, trained, read) for s in study.seeds]
     return work
@@ -116,12 +120,12 @@ def plain_mean(study: Study, kind: str, divisor: int) -> Cell:
 
 
 def choose(means: dict[str, float]) -> dict[str, str]:
-    """Return the merge with the lowest loss of each series, a recipe over one kind of snapshot."""
+    """Return the merge with the lowest loss of each series, as a recipe over one kind of snapshot."""
     best: dict[str, str] = {}
     for text in means:
-        series = text.rpartition(":")[0]
-        if series not in best or means[text] < means[best[series]]:
-            best[series] = text
+        of = series(text)
+        if of not in best or means[text] < means[best[of]]:
+            best[of] = text
     return best
 
 
