@@ -31,9 +31,9 @@ METHODS: dict[str, tuple[tuple[str, ...], Axis | None]] = {
 PARTIAL_SHARE = 0.5  # of the tokens over which the rate of PARTIAL decays, to a share of the peak rate
 WITHOUT_ROUTER_BIAS = ("schedule-free", "GPA")  # their optimizers refuse a mixture that has one
 WITH_BLOCK_MEANS = (CONSTANT, INVERSE_SQRT)
-WIDTHS = (2, 4, 8, 12, 16, 24, 32)  # snapshots of a merge
+WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # snapshots of a merge
 SIGMAS = (0.05, 0.1, 0.15)  # of power-function averages over all snapshots
-LAGS = (0.25, 0.5, 0.75)  # of the fits with two parameters, width and lag; plain means have a lag of 1
+LAGS = (0.0, 0.25, 0.5, 0.75)  # of the fits with two parameters, width and lag; plain means have a lag of 1
 FIRST_RATES = (-2, 0, 2)  # positions of the first settings, factors of 2; the search goes on in factors of sqrt 2
 MODEL, POINTS, BLOCKS = "its model", "merge of points", "merge of block means"
 ENSEMBLES = (1, 2, 4, 8)  # points of an ensemble: the largest that half of a horizon has
@@ -108,7 +108,7 @@ def groups(name: str, end: int) -> dict[str, list[Cell]]:
 
 def merges(kind: str, end: int) -> list[Cell]:
     """Return the merges of snapshots of a kind: plain and weighted means, power functions, and fits with a lag."""
-    widths = [n for n in WIDTHS if n <= end // 2]
+    widths = [n for n in WIDTHS if n <= end]
     listed = [Cell("sma", n, kind=kind) for n in widths]
     listed += [Cell("wma", n, kind=kind) for n in widths if n > 2]
     listed += [Cell(f"power:sigma_rel={sigma:g}", end, kind=kind) for sigma in SIGMAS]

@@ -26,8 +26,9 @@ from pma_jax.studies.tuning import TUNING_SEEDS, Axis, Contender
 
 DEFAULTS = {"sizes": ("science_small",), "seeds": (0, 1, 2), "units": 32}
 RATE = "schedule.peak_rate"
-WINDOWS = (2, 3, 4, 6, 8, 12, 16)
+WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 KINDS = ("point", "block_mean")
+FITS = ("lagfree:lag=0.5", "lagfree")
 FIRST_RATES = (-1, 0, 1)  # factors of 2 of the rate that is expected
 EXPECTED_RATES = 4  # that are searched per model, for the estimate of the machine time
 TOKENS_PER_PARAMETER = 3  # of the first series
@@ -91,10 +92,10 @@ def shape_changes(shape: Shape) -> tuple[str, ...]:
 
 
 def merges(study: Study) -> list[Cell]:
-    """List the merges: means of points, and of block means, and lag-free ones."""
-    windows = [n for n in WINDOWS if n <= study.units // 2]
+    """List the merges: means of points, and of block means, and fits of block means with a lag and without."""
+    windows = [n for n in WINDOWS if n <= study.units]
     listed = [Cell("sma", n, kind=kind) for kind in KINDS for n in windows]
-    return listed + [Cell("lagfree:lag=0.5", n, kind="block_mean") for n in windows if n > 2]
+    return listed + [Cell(fit, n, kind="block_mean") for fit in FITS for n in windows if n > 2]
 
 
 def runs_of(
