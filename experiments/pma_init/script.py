@@ -22,7 +22,7 @@ from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.studies.experiment import run_experiment
-from pma_jax.studies.planned import OtherWork, Plan, PlannedRun, complete_all
+from pma_jax.studies.planned import Branch, OtherWork, Plan, PlannedRun, complete_all
 from pma_jax.studies.study import DECIMALS, Study
 
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
@@ -58,7 +58,7 @@ def plan(study: Study) -> Plan:
         runs = len(STARTS) * sum(len(task.rates) for task in TASKS.values())
         trained = len(STARTS) * sum(len(task.rates) * tokens // task.token_divisor for task in TASKS.values())
         read = runs * (3 * study.evaluation_tokens + study.evaluation_tokens // 2)
-        work += [PlannedRun(size, seed) for seed in study.seeds]
+        work += [PlannedRun(size, seed, needs_snapshots=True) for seed in study.seeds]
         work += [OtherWork("runs from its snapshots", size, seed, trained, read) for seed in study.seeds]
     return work
 
@@ -75,29 +75,24 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
         "tasks": {task: "document_tokens", "text": a description of the sample, and "rates": {rate: {start: [what
         `measure_run` returns, for each seed]}}}.
     """
-    starts = {
-        seed: {name: study.merge(study.trunk(size, seed), cell, study.units) for name, cell in STARTS.items()}
+    planned = {
+        (name, rate, start, seed): planned_run(study, size, seed, cell, task, rate)
+        for name, task in TASKS.items()
+        for rate in task.rates
+        for start, cell in STARTS.items()
         for seed in study.seeds
     }
-    fresh = [
-        planned_run(study, size, seed, start, task, rate)
-        for task in TASKS.values()
-        if not task.restores_optimizer
-        for rate in task.rates
-        for seed, of_seed in starts.items()
-        for start in of_seed.values()
-    ]
-    complete_all(study, fresh, study.workers)
-    tasks = {}
-    for name, task in TASKS.items():
-        rates: dict[str, dict[str, list[Any]]] = {f"{rate:g}": {start: [] for start in STARTS} for rate in task.rates}
-        for rate in task.rates:
-            for seed, of_seed in starts.items():
-                for start, snapshot in of_seed.items():
-                    run = train_from(study, size, seed, snapshot, task, rate)
-                    rates[f"{rate:g}"][start].append(measure_run(study, run, snapshot))
-        tasks[name] = describe_text(study, size, task) | {"rates": rates}
+    complete_all(study, list(planned.values()), study.workers)
+    tasks = {name: describe_text(study, size, task) | {"rates": {}} for name, task in TASKS.items()}
+    for (name, rate, start, seed), run in planned.items():
+        of_rate = tasks[name]["rates"].setdefault(f"{rate:g}", {start: [] for start in STARTS})
+        of_rate[start].append(measure_run(study, run.get(study), merged(study, size, seed, STARTS[start])))
     return study.describe_size(size) | {"tasks": tasks}
+
+
+def merged(study: Study, size: str, seed: int, cell: Cell) -> Snapshot:
+    """Return a merge of the newest snapshots of a trunk."""
+    return study.merge(study.trunk(size, seed), cell, study.units)
 
 
 def describe_text(study: Study, size: str, task: Task) -> dict[str, Any]:
@@ -108,50 +103,32 @@ def describe_text(study: Study, size: str, task: Task) -> dict[str, Any]:
     return {"document_tokens": sample.counts_D.tolist(), "text": sample.describe()}
 
 
-def train_from(study: Study, size: str, seed: int, start: Snapshot, task: Task, rate: float) -> Run:
-    """Train a run from a snapshot's weights; the optimizer is fresh, or that of the trunk's last state."""
-    if not task.restores_optimizer:
-        return planned_run(study, size, seed, start, task, rate).get(study)
-    trunk = study.trunk(size, seed)
-    end = trunk.config.training.total_tokens
-    total = end // task.token_divisor
-    changes = [
-        *keys(trunk.config, task, rate, end, 0),
-        f"checkpoint.interval_tokens={total // UNITS}",
-        f"checkpoint.state_interval_tokens={end + total}",
-    ]
-    return study.fork(trunk, study.units, study.units, changes, start)
+def planned_run(study: Study, size: str, seed: int, cell: Cell, task: Task, rate: float) -> PlannedRun:
+    """Return a run that starts from a merge, with the optimizer of the trunk's last state or a fresh one.
 
-
-def planned_run(study: Study, size: str, seed: int, start: Snapshot, task: Task, rate: float) -> PlannedRun:
-    """Return a run with a fresh optimizer, which begins with a short warm-up of the rate."""
-    config = study.trunk_config(size, seed)
-    warm_up = config.training.total_tokens // task.token_divisor // 32
-    changes = keys(config, task, rate, 0, warm_up)
-    changes += [f"training.start_from={start.path}", f"schedule.warmup_tokens={warm_up}"]
-    return PlannedRun(size, seed, tuple(changes), None, (), UNITS)
-
-
-def keys(config: Config, task: Task, rate: float, begin: int, warm_up: int) -> list[str]:
-    """Return the changes of the trunk's configuration: a cosine decay to 0 of a multiple of its rate.
-
-    Args:
-        config: The trunk's configuration.
-        task: The task.
-        rate: Peak rate, times that of the trunk.
-        begin: Tokens at which the run begins.
-        warm_up: Tokens of the warm-up.
+    Its rate is `rate` times that of the trunk, and decays to 0 (cosine). With a fresh optimizer it is warmed up before.
     """
-    return [
+    config = study.trunk_config(size, seed)
+    total = config.training.total_tokens // task.token_divisor
+    changes = (
         *task.changes,
-        f"training.total_tokens={begin + config.training.total_tokens // task.token_divisor}",
         f"training.log_interval_tokens={config.batch_tokens}",
         f"schedule.peak_rate={config.schedule.peak_rate * rate}",
-        "schedule.decay=cosine",
-        f"schedule.decay_start_tokens={begin + warm_up}",
-        "checkpoint.keep_states_at_tokens=()",
         "checkpoint.kinds=point",
-    ]
+    )
+    if task.restores_optimizer:
+        changes += (f"checkpoint.interval_tokens={total // UNITS}",)
+        branch = Branch(study.units, study.units + study.units // task.token_divisor, "cosine", changes, cell)
+        return PlannedRun(size, seed, (), branch)
+    changes += (
+        f"training.total_tokens={total}",
+        f"training.start_from={merged(study, size, seed, cell).path}",
+        f"schedule.warmup_tokens={total // 32}",
+        "schedule.decay=cosine",
+        f"schedule.decay_start_tokens={total // 32}",
+        "checkpoint.keep_states_at_tokens=()",
+    )
+    return PlannedRun(size, seed, changes, None, (), UNITS)
 
 
 def judging(study: Study, config: Config) -> EvaluationConfig:

@@ -44,15 +44,27 @@ TWO_WEIGHTS_OF = "blocks/query_DxNxH"
 
 
 def plan(study: Study) -> Plan:
-    """List the trunks and the annealed branches; replicas and curvature are estimated."""
-    size, end = study.sizes[0], study.units
-    branch = Branch(end * 3 // 4, end)
+    """List the trunks, the annealed branches and the replicas; curvature and planes are estimated."""
+    size = study.sizes[0]
     work: list[PlannedRun | OtherWork] = []
     for seed in study.seeds:
-        work += [PlannedRun(size, seed), PlannedRun(size, seed, (), branch)]
-        trained = REPLICAS * merge_window(study) * study.describe_size(size)["unit_tokens"]
-        work.append(OtherWork("replicas, curvature and planes", size, seed, trained, CURVATURE_TOKENS))
+        work += [PlannedRun(size, seed, needs_snapshots=True), annealed_run(study, seed), *replica_runs(study, seed)]
+        work.append(OtherWork("curvature and planes", size, seed, 0, CURVATURE_TOKENS))
     return work
+
+
+def annealed_run(study: Study, seed: int) -> PlannedRun:
+    """Return the branch that anneals over the last quarter."""
+    branch = Branch(study.units * 3 // 4, study.units)
+    return PlannedRun(study.sizes[0], seed, (), branch, needs_snapshots=True)
+
+
+def replica_runs(study: Study, seed: int) -> list[PlannedRun]:
+    """List the replicas: branches at the trunk's rate, each with its own order of the data, as long as a merge."""
+    orders = [f"training.seed={1000 * (r + 1) + seed}" for r in range(REPLICAS)]
+    start = study.units - merge_window(study)
+    branches = [Branch(start, study.units, "none", (order,)) for order in orders]
+    return [PlannedRun(study.sizes[0], seed, (), branch, needs_snapshots=True) for branch in branches]
 
 
 def measure(study: Study) -> dict[str, Any]:
@@ -60,7 +72,7 @@ def measure(study: Study) -> dict[str, Any]:
     seeds = {}
     for seed in study.seeds:
         run = study.trunk(study.sizes[0], seed)
-        annealed = study.anneal(run, study.units * 3 // 4, study.units)
+        annealed = annealed_run(study, seed).get(study)
         seeds[str(seed)] = measure_geometry(study, run, annealed, with_planes=seed == study.seeds[0])
         seeds[str(seed)]["noise"] = measure_noise(study, run, annealed)
     return {"size": study.sizes[0], "window": merge_window(study), "units": study.units, "seeds": seeds}
@@ -175,10 +187,8 @@ def measure_noise(study: Study, run: Run, annealed: Run) -> dict[str, Any]:
     Returns:
         "replicas": how many. "nats": {model: summed loss of each document, the mean over the merges of that kind}.
     """
-    span, seed = merge_window(study), run.config.training.seed
-    start = study.units - span
-    seed_changes = [f"training.seed={1000 * (r + 1) + seed}" for r in range(REPLICAS)]
-    replicas = [run, *(study.fork(run, start, study.units, [change]) for change in seed_changes)]
+    span = merge_window(study)
+    replicas = [run, *(planned.get(study) for planned in replica_runs(study, run.config.training.seed))]
     snapshots = [s for replica in replicas for s in replica.of_kind("point")[-span:]]
     # Each merge is a matrix of weights [replicas, span]: the outer product of weights over replicas and over time.
     last_unit, all_units = np.eye(span)[-1], np.full(span, 1 / span)

@@ -38,11 +38,26 @@ WORKER_ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEV
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """An annealed branch of a trunk, in units."""
+    """A branch of a trunk, in units. By default it is annealed: its rate decays to `schedule.final_rate` at the end."""
 
     at: int
     end: int
-    shape: str = "linear"
+    shape: str = "linear"  # of the decay, which begins at `at`; "none": the trunk's rate
+    changes: tuple[str, ...] = ()  # others, as `section.key=value`
+    start: Cell | None = None  # the merge of the trunk's newest snapshots whose weights the branch starts from
+
+    @property
+    def name(self) -> str:
+        """What differs from other branches of the trunk."""
+        decay = f"{self.shape} decay" if self.shape != "none" else "branch"
+        start = [f"from {self.start.text}"] if self.start else []
+        return ", ".join([f"{decay} from unit {self.at} to {self.end}", *map(_value_text, self.changes), *start])
+
+    def overrides(self, unit_tokens: int) -> list[str]:
+        """Return the changes of the trunk's configuration, without those that every fork has."""
+        is_annealed = self.shape != "none"
+        decay = [f"schedule.decay={self.shape}", f"schedule.decay_start_tokens={self.at * unit_tokens}"]
+        return [*(decay if is_annealed else ()), *self.changes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +82,13 @@ class PlannedRun:
     evaluation_tokens: int = 0  # held-out tokens of the evaluations; 0: those of the study
     readings: tuple[str, ...] = ()  # names of what the experiment reads of the snapshots; see `run_cache.get_or_read`
     keeps_snapshots: bool = True  # if not, only its losses are kept once they are known
+    needs_snapshots: bool = False  # what is read of them is not cached, so that recorded losses are not enough
 
     @property
     def name(self) -> str:
         """The size and what differs from its trunk; runs that differ in the seed have the same name."""
-        changes = [text.partition(".")[2] for text in self.changes]
-        branch = [f"{self.branch.shape} decay from unit {self.branch.at} to {self.branch.end}"] if self.branch else []
-        return ", ".join([self.size, *changes, *branch])
+        branch = [self.branch.name] if self.branch else []
+        return ", ".join([self.size, *map(_value_text, self.changes), *branch])
 
     @property
     def training(self) -> Hashable:
@@ -88,8 +103,11 @@ class PlannedRun:
     def get(self, study: Study) -> Run:
         """Train the run, or return the cached one."""
         study = self.study(study)
-        run = study.trunk(self.size, self.seed, self.changes)
-        return run if self.branch is None else study.anneal(run, **dataclasses.asdict(self.branch))
+        run, branch = study.trunk(self.size, self.seed, self.changes), self.branch
+        if branch is None:
+            return run
+        weights = study.merge(run, branch.start, branch.at) if branch.start else None
+        return study.fork(run, branch.at, branch.end, branch.overrides(study.unit_tokens(run)), weights)
 
     def find(self, study: Study) -> Run | None:
         """Return the cached run, without training; None if it is not finished."""
@@ -97,8 +115,12 @@ class PlannedRun:
         run = run_cache.find(study.cache, study.trunk_config(self.size, self.seed, self.changes))
         if run is None or self.branch is None:
             return run
-        changes = study.branch_changes(run, self.branch.at, self.branch.end, self.branch.shape)
-        return run_cache.find_fork(study.cache, run, self.branch.at * study.unit_tokens(run), changes)
+        branch, unit = self.branch, study.unit_tokens(run)
+        if branch.start and run_cache.has_losses_only(run):  # the key of the fork depends on the merge
+            return None
+        weights = study.merge(run, branch.start, branch.at) if branch.start else None
+        changes = study.fork_changes(run, branch.end, branch.overrides(unit))
+        return run_cache.find_fork(study.cache, run, branch.at * unit, changes, weights)
 
     def has_diverged(self, study: Study) -> bool:
         """Return whether the training of the trunk diverged."""
@@ -127,7 +149,7 @@ class PlannedRun:
             run_cache.remove_recorded(trunk)
 
     def _lacks_readings(self, run: Run) -> bool:
-        return bool(set(self.readings) - run_cache.readings(run).keys())
+        return self.needs_snapshots or bool(set(self.readings) - run_cache.readings(run).keys())
 
     def missing_tokens(self, study: Study) -> tuple[int, int]:
         """Count the tokens that are still to be trained, and the tokens of text on which merges are to be evaluated."""
@@ -258,7 +280,7 @@ def _complete(run: PlannedRun, study: Study) -> None:
 
 
 def _parse(raw: dict[str, Any]) -> PlannedRun:
-    branch = Branch(**raw["branch"]) if raw["branch"] else None
+    branch = _parse_branch(raw["branch"]) if raw["branch"] else None
     evaluations = tuple(
         PlannedEvaluation(
             tuple(Cell(**cell) for cell in evaluation["cells"]), tuple(evaluation["ends"]), evaluation["part"]
@@ -268,6 +290,16 @@ def _parse(raw: dict[str, Any]) -> PlannedRun:
     parsed: dict[str, Any] = {name: tuple(raw[name]) for name in ("changes", "readings")}
     parsed |= {"branch": branch, "evaluations": evaluations}
     return PlannedRun(**raw | parsed)
+
+
+def _parse_branch(raw: dict[str, Any]) -> Branch:
+    start = Cell(**raw["start"]) if raw["start"] else None
+    return Branch(**raw | {"changes": tuple(raw["changes"]), "start": start})
+
+
+def _value_text(change: str) -> str:
+    """Return a change without its section."""
+    return change.partition(".")[2]
 
 
 if __name__ == "__main__":

@@ -163,10 +163,12 @@ def has_diverged(cache: epath.PathLike, config: Config) -> bool:
     return bool(_divergence(absolute_path(cache) / configuration.digest(config)))
 
 
-def find_fork(cache: epath.PathLike, source: Run, at_tokens: int, changes: Iterable[str]) -> Run | None:
+def find_fork(
+    cache: epath.PathLike, source: Run, at_tokens: int, changes: Iterable[str], weights: Snapshot | None = None
+) -> Run | None:
     """Return the finished fork of `source` that `get_or_fork` would return, without training; None if there is none."""
     config = configuration.resolve(source.config, changes)
-    return _find_entry(absolute_path(cache) / _fork_key(cache, source, at_tokens, config, None))
+    return _find_entry(absolute_path(cache) / _fork_key(cache, source, at_tokens, config, weights))
 
 
 def has_losses_only(run: Run) -> bool:

@@ -145,26 +145,14 @@ class Study:
 
         The fork starts from `weights` if they are given; see `run_cache.get_or_fork`.
         """
-        changes = [*self._fork_changes(run, end), *changes]
+        changes = self.fork_changes(run, end, changes)
         return self._get(lambda: run_cache.get_or_fork(self.cache, run, at * self.unit_tokens(run), changes, weights))
 
-    def _fork_changes(self, run: Run, end: int) -> list[str]:
+    def fork_changes(self, run: Run, end: int, changes: Iterable[str] = ()) -> list[str]:
+        """Return the changes of a trunk's configuration that make a fork which ends at unit `end`."""
         tokens = end * self.unit_tokens(run)
         total, interval = f"training.total_tokens={tokens}", f"checkpoint.state_interval_tokens={tokens}"
-        return [total, interval, "checkpoint.keep_states_at_tokens=()"]
-
-    def anneal(self, run: Run, at: int, end: int, shape: str = "linear", weights: Snapshot | None = None) -> Run:
-        """Fork a trunk at unit `at`; decay the fork's learning rate to `schedule.final_rate` (0 by default) at `end`.
-
-        `shape` is linear, cosine or minus_sqrt.
-        """
-        changes = self.branch_changes(run, at, end, shape)
-        return self._get(lambda: run_cache.get_or_fork(self.cache, run, at * self.unit_tokens(run), changes, weights))
-
-    def branch_changes(self, run: Run, at: int, end: int, shape: str) -> list[str]:
-        """Return the changes of the trunk's configuration that make an annealed branch; see `anneal`."""
-        decay = [f"schedule.decay={shape}", f"schedule.decay_start_tokens={at * self.unit_tokens(run)}"]
-        return [*self._fork_changes(run, end), *decay]
+        return [total, interval, "checkpoint.keep_states_at_tokens=()", *changes]
 
     def merge(self, run: Run, cell: Cell, at: int) -> Snapshot:
         """Return the merge of a trunk's newest snapshots at unit `at`, as a snapshot that a fork can start from."""

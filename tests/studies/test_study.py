@@ -15,6 +15,7 @@ from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.studies import experiment, pages
 from pma_jax.studies import study as studies
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.planned import Branch, PlannedRun
 from pma_jax.studies.study import Study
 
 BATCH = 128  # Tokens: TINY has 8 sequences of 16.
@@ -119,15 +120,18 @@ def test_trunks_branches_and_losses(study):
     assert unit == 2 * BATCH and [s.tokens // unit for s in trunk.of_kind("point")] == list(range(1, 17))
     assert len(trunk.of_kind("block_mean")) == 16
     assert [s.tokens // unit for s in trunk.states] == [*study.fork_units(), 16]
-    branch = study.anneal(trunk, at=12, end=16, shape="cosine")
+    branch = PlannedRun("science_small", 0, (), Branch(12, 16, "cosine")).get(study)
     rates = [r["learning_rate"] for r in branch.metrics if r["kind"] == "train"]
     assert len(branch.of_kind("point")) == 4 and rates[-1] == pytest.approx(0, abs=1e-9)
     losses = study.losses(trunk, [RAW, Cell("sma", 4)], [2, 16])
     assert set(losses) == {(RAW, 2), (RAW, 16), (Cell("sma", 4), 16)}
     assert study.loss(trunk) == losses[RAW, 16] and study.loss(trunk, Cell("sma", 4), 16) == losses[Cell("sma", 4), 16]
     assert study.loss(branch) != study.loss(trunk)
-    short = study.anneal(trunk, 15, 16, "linear", study.merge(trunk, Cell("sma", 4), 15))
+    planned = PlannedRun("science_small", 0, (), Branch(15, 16, start=Cell("sma", 4)))
+    assert planned.find(study) is None
+    short = planned.get(study)
     assert short.metadata["forked_from"]["weights"].endswith(f"sma-4-{15 * unit}")
+    assert planned.find(study).path == short.path
     spent = study.training_cost()
     assert spent["runs"] == 3 and spent["tokens"] == (16 + 4 + 1) * unit and spent["training_hours"] > 0
 
