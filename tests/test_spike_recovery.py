@@ -1,5 +1,6 @@
 """experiments/spike_recovery: run the script end to end at tiny size, and check the numbers of its page."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def test_each_arm_goes_back_to_before_the_spike(workspace, tmp_path, jobs):
         assert arms["nothing"]["onset_tokens"] and not arms["nothing"]["went_back_to_tokens"]
         for arm in back:
             assert arms[arm]["went_back_to_tokens"][0] < arms["nothing"]["onset_tokens"]
+            assert arms[arm]["optimizers"] == ["restore" if "restored" in arm else "reset"]
             assert arms[arm]["curve"][0] == arms["nothing"]["curve"][0], "identical up to the spike"
     assert (tmp_path / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert page.report(results) in printed
@@ -63,6 +65,9 @@ def test_verdicts_follow_from_the_numbers():
     seeds = json.loads(file.read_text())["seeds"] if file.exists() else {}
     for arms in seeds.values():
         assert page.judge(json.loads(json.dumps(arms))) == arms
+        for n, optimizer, warm_up in itertools.product(page.WINDOWS, page.OPTIMIZERS, page.WARM_UPS):
+            done = arms[page.arm_name(n, optimizer, warm_up)]["optimizers"]
+            assert done == ["restore" if optimizer == "restored" else "reset"]
     assert len(seeds) in (0, 10)
 
 

@@ -123,6 +123,7 @@ def read_arm(study: Study, run: Run, error: str) -> dict[str, Any]:
     return {
         "onset_tokens": onset,
         "went_back_to_tokens": [event["tokens"] for event in events],
+        "optimizers": [event["optimizer"] for event in events],
         "declared_tokens": [event["spike"]["tokens"] for event in events] + [r["tokens"] for r in declared],
         "gave_up": error or None,
         "final_tokens": ends[-1] * unit,

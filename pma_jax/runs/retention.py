@@ -104,14 +104,14 @@ def _snapshots_to_keep(config: Config, published: Sequence[int], positions: Sequ
 
 
 def _states_to_keep(config: Config, published: Sequence[int], tokens: int) -> set[int]:
-    """Keep the newest `keep_states`, those listed in `keep_states_at_tokens`, and those that are not reached yet.
+    """Keep the newest ones (`Config.states_to_keep`), those listed in `keep_states_at_tokens`, and those that are not reached yet.
 
-    A state saved on preemption, between the regular saves, does not count towards `keep_states` and is kept only while
-    it is the newest. An interrupted run therefore keeps the same states as an uninterrupted one.
+    A state saved on preemption, between the regular saves, does not count towards them and is kept only while it
+    is the newest. An interrupted run therefore keeps the same states as an uninterrupted one.
     """
     reached = [t for t in published if t <= tokens]
     regular = [t for t in reached if config.is_state_due(t)]
-    kept = {*regular[-config.checkpoint.keep_states :], *reached[-1:], *published[len(reached) :]}
+    kept = {*regular[-config.states_to_keep :], *reached[-1:], *published[len(reached) :]}
     return kept | {t for t in reached if config.is_permanent_state(t)}
 
 

@@ -231,6 +231,15 @@ def test_optimizer_is_kept_or_restored(recovered, workspace, tmp_path, monkeypat
 
 
 @pytest.mark.slow
+def test_states_from_before_a_spike_are_kept_for_the_optimizer(workspace, tmp_path):
+    keys = {"checkpoint__keep_states": 1, "checkpoint__state_interval_tokens": 4 * STEP}
+    run = train(config(workspace, spikes__optimizer="restore", **keys), tmp_path / "run")
+    event = event_of(run)
+    assert event["optimizer"] == "restore" and event["optimizer_step"] < event["spike"]["onset_step"]
+    assert run.config.states_to_keep == run.config.spikes.patience_tokens // (4 * STEP) + 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
