@@ -104,10 +104,11 @@ def _snapshots_to_keep(config: Config, published: Sequence[int], positions: Sequ
 
 
 def _states_to_keep(config: Config, published: Sequence[int], tokens: int) -> set[int]:
-    """Keep the newest ones (`Config.states_to_keep`), those listed in `keep_states_at_tokens`, and those that are not reached yet.
+    """Keep the newest ones, those listed in `keep_states_at_tokens`, and those that are not reached yet.
 
-    A state saved on preemption, between the regular saves, does not count towards them and is kept only while it
-    is the newest. An interrupted run therefore keeps the same states as an uninterrupted one.
+    `Config.states_to_keep` is the number of the newest ones. A state saved on preemption, between the regular saves,
+    does not count towards them and is kept only while it is the newest. An interrupted run therefore keeps the same
+    states as an uninterrupted one.
     """
     reached = [t for t in published if t <= tokens]
     regular = [t for t in reached if config.is_state_due(t)]
