@@ -94,3 +94,8 @@ def test_a_run_that_diverges_is_recorded_and_not_trained_again(study, monkeypatc
     monkeypatch.setattr(run_cache, "train", lambda *arguments: pytest.fail("trained again"))
     with pytest.raises(DivergenceError, match="not finite"):
         diverging.get(study)
+    config = study.trunk_config("science_small", 3, diverging.changes)
+    run, error = run_cache.get_even_if_diverged(study.cache, config)
+    assert run.config == config and "not finite" in error
+    config = study.trunk_config("science_small", 3)
+    assert run_cache.get_even_if_diverged(study.cache, config) == (plan[1].get(study), "")

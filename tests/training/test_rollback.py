@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tiny
 
+from pma_jax.config.errors import DivergenceError
 from pma_jax.data import batches, shards
 from pma_jax.merging.api import average
 from pma_jax.model.decoder import graph_definition
@@ -293,7 +294,7 @@ def test_spike_with_zero_attempts_is_reported_and_training_continues(recovered, 
 def test_attempts_are_bounded_and_each_rolls_back_further(workspace, tmp_path):
     # No warm-up after the rollback: the rate makes the run diverge again.
     keys = config(workspace, spikes__warmup_tokens=0, training__total_tokens=96 * STEP)
-    with pytest.raises(ValueError, match="after 2 rollbacks") as refused:
+    with pytest.raises(DivergenceError, match="after 2 rollbacks") as refused:
         train(keys, tmp_path / "run")
     assert "lower schedule.peak_rate" in str(refused.value)
     run = open_run(tmp_path / "run")
@@ -310,7 +311,7 @@ def test_attempts_are_bounded_and_each_rolls_back_further(workspace, tmp_path):
 @pytest.mark.mesh
 def test_spike_before_the_first_snapshot_is_reported(workspace, tmp_path):
     keys = config(workspace, checkpoint__interval_tokens=40 * STEP)
-    with pytest.raises(ValueError, match="no snapshot from before it"):
+    with pytest.raises(DivergenceError, match="no snapshot from before it"):
         train(keys, tmp_path / "run")
 
 
