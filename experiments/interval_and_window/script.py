@@ -173,15 +173,15 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     for name, size in results["sizes"].items():
         first, last = size["ends"]["a quarter"], size["ends"]["all"]
         spans.append(f"{name}: {pages.format_percent_interval(mean_interval(best_spans(size, last)))}")
-        powers.append(f"{name}: the best span grows as tokens to the power {format_power(growth(size))}")
+        powers.append(f"{name}: the best span (N × V tokens) grows as tokens to the power {format_power(growth(size))}")
         texts = available(size, first, 1)
         early = difference(size, texts[max(texts)], RAW.text, first).interval()
-        wide.append(f"{name}: N = {max(texts)} {pages.format_interval(early)} nats")
+        wide.append(f"{name}, {max(texts)} snapshots: {pages.format_interval(early)} nats")
     return IndexRow(
         4,
         "Which interval and window?",
         "PMA, Fig. 5: wide windows hurt early and help late; the interval should grow with the size",
-        f"{'; '.join(powers)}; the widest mean at a quarter of the tokens, less raw: {'; '.join(wide)}",
+        f"{'; '.join(powers)}; widest mean − raw, at a quarter of the tokens: {'; '.join(wide)}",
         f"best span at the end, share of the tokens: {'; '.join(spans)}",
     )
 

@@ -229,8 +229,8 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         merged, annealed = (lowest(size, model)[1] for model in ("merged", "annealed"))
         difference = pages.format_difference(merged, annealed)
         verdicts.append(
-            f"{name}: the gain of {BEST} {verdict} with the rate; each at its own best rate, merged less "
-            f"annealed {difference} nats"
+            f"{name} at {end * size['unit_tokens'] / 1e6:.2f}M tokens: what {BEST} gains {verdict} with the rate; "
+            f"merged − annealed over the last quarter, each at its own best rate: {difference} nats"
         )
         effects.append(f"{name}: {pages.format_interval(added)} nats")
     return IndexRow(
@@ -238,7 +238,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         "Does a higher rate make merging gain more?",
         "Sanyal et al.: yes; Ajroldi et al.: no; PMA believes so, untested",
         "; ".join(verdicts),
-        f"doubling the rate adds to the gain, on average: {'; '.join(effects)}",
+        f"what a doubling of the rate adds to raw − merged, on average: {'; '.join(effects)}",
     )
 
 

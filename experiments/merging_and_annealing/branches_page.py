@@ -172,7 +172,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         ]
         groups: dict[str, list[str]] = {}
         for branch, verdict in sorted(at_end, key=lambda pair: pair[0]["length"]):
-            groups.setdefault(WORDS[verdict], []).append(f"{branch['length'] / branch['end']:.0%}")
+            groups.setdefault(WORDS[verdict], []).append(f"1/{branch['end'] // branch['length']}")
         found = "; ".join(f"{words} for {', '.join(shares)}" for words, shares in groups.items())
         verdicts.append(f"{name}: {found}")
         effects.append(f"{name}: {pages.format_interval(of_target(size, 'all')[1].interval())} nats")
@@ -180,8 +180,9 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         2,
         "Does merging replace annealing?",
         "PMA, Fig. 3, and WSM: it does; Ajroldi et al. and Nemotron: over short horizons only",
-        f"the best merge against a linear decay over a share of the tokens: {'. '.join(verdicts)}",
-        f"loss of the best merge less that of the best annealing, at the end: {'; '.join(effects)}",
+        "at the end, the best merge against a linear decay of the same run over the last part of its tokens: "
+        + ". ".join(verdicts),
+        f"best merge − best annealing (a run of its own, tuned), at the end: {'; '.join(effects)}",
     )
 
 

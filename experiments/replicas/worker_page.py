@@ -173,7 +173,10 @@ def answer(results: dict[str, Any]) -> str:
     against = combine(results, [(base, "merged mean")], [(ONE, "merged mean")])
     verdict = pages.describe_difference(against, results["made"]["margin"])
     share = describe_share(remaining_share(results, base))
-    return f"{share}; its merged mean against the merged model of data-parallel training: {verdict}"
+    return (
+        f"{share}; their mean, merged in time, against data-parallel training, merged in time, at equal tokens: "
+        f"{verdict}"
+    )
 
 
 def compared_methods() -> list[str]:
@@ -385,7 +388,12 @@ def format_searches(results: dict[str, Any]) -> str:
 def summarize(results: dict[str, Any]) -> IndexRow:
     """Summarize the answer, and what merging in time adds to the best methods."""
     base = base_name(results)
-    listed = {"periodic averaging": PERIODIC, DILOCO: f"{DILOCO}, K={WORKERS}", SPARTA: f"{SPARTA}, p=0.005"}
+    listed = {
+        "data-parallel training": ONE,
+        "periodic averaging": PERIODIC,
+        DILOCO: f"{DILOCO}, K={WORKERS}",
+        SPARTA: f"{SPARTA}, p=0.005",
+    }
     listed |= {BOTH: f"{BOTH}, p=0.005", NOLOCO: f"{NOLOCO}, K={WORKERS}", STREAMING: STREAMING}
     gains = [
         f"{method}: {shown(gain_in_time(results, name))} nats"
@@ -397,5 +405,5 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         "Averaging between workers: does it gain what merging in time gains?",
         "DiLoCo, SPARTA: workers explore, and averages of them generalize better; local SGD: their noise cancels",
         f"at {base} (K workers, averaged every H steps), {answer(results)}",
-        "raw − merged in time: " + "; ".join(gains),
+        "what merging snapshots in time gains (raw − merged): " + "; ".join(gains),
     )

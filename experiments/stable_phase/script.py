@@ -256,15 +256,15 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         )
         since = [end for end in of_default if all(is_clear for at, is_clear in of_default.items() if at >= end)]
         verdicts.append(
-            f"{name}: from {min(since) * size['unit_tokens'] / 1e6:.2f}M tokens on"
+            f"{name}: from {pages.format_tokens(size, min(since))} of {size['tokens'] / 1e6:.2f}M tokens to the end"
             if since
-            else f"{name}: at no position to the end"
+            else f"{name}: not to the end"
         )
     return IndexRow(
         1,
         "Stable phase: is merged better than raw?",
         "PMA, Figs. 1 and 9: yes, along the whole constant phase, dense and mixtures, at every size",
-        f"SMA of {DEFAULT_WINDOW} is better than raw to the end: {'; '.join(verdicts)}",
+        f"the mean of the last {DEFAULT_WINDOW} snapshots is better than the newest one: {'; '.join(verdicts)}",
         f"raw − merged at the end: {'; '.join(effects)}",
     )
 

@@ -219,7 +219,10 @@ def summarize(results: dict[str, Any]) -> IndexRow:
             for is_clear, estimate, (_, metric) in zip(find_clear(estimates), estimates, listed, strict=True)
         ]
         counts = []
-        for metric, words in ((GOLD_BITS, "bits per byte of the answers"), (ACCURACY, "accuracies above chance")):
+        for metric, words in (
+            (GOLD_BITS, "tasks by the bits per byte of the right answer"),
+            (ACCURACY, "by the accuracy, where it is above a guess"),
+        ):
             of_metric = [is_better for is_better, (_, of) in zip(better, listed, strict=True) if of == metric]
             counts.append(f"{sum(of_metric)} of {len(of_metric)} {words}")
         found.append(f"{name}: merged is better than raw in {' and in '.join(counts)}")
@@ -233,7 +236,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         "Does merging answer more questions?",
         "PMA, Figs. 1 and 9: several points more on benchmarks, such as 31.1 to 36.6 on HumanEval",
         "; ".join(found),
-        f"merged over raw: {'; '.join(effects)}",
+        f"merged / raw, of the first task and where accuracy is above a guess: {'; '.join(effects)}",
     )
 
 

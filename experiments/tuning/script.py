@@ -262,7 +262,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         0,
         "Tuning: which batch, rate and weight decay?",
         "none: the settings on which the other experiments stand",
-        f"lowest mean of raw and merged: {'; '.join(found)}",
+        f"lowest average of the raw and the merged loss: {'; '.join(found)}",
         f"merged, second best setting less the best: {'; '.join(effects)}",
     )
 

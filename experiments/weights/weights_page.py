@@ -197,17 +197,22 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         counts = [f"{said.count(key)} {WORDS[key]}" for key in ("lower", "equal", "higher", "not shown")]
         best = [f"{best_fixed(size, horizon)} at {horizon}" for horizon in size["ends"]]
         found.append(
-            f"{name}: the best weights are {', '.join(best)}; against the plain mean of the same kind, {len(said)} "
-            f"recipes at the end: {', '.join(counts)}"
+            f"{name}: the best are {', '.join(best)}; {len(said)} recipes over points or block means against the plain "
+            f"mean of the same, at the end: {', '.join(counts)}"
         )
-        text, mean = best_fixed(size, last), plain_mean(size, last, "point")
-        effects.append(f"{name}: {text} {pages.format_interval(difference(size, last, text, mean).interval())} nats")
+        text = best_fixed(size, last)
+        gains = [
+            f"of {SNAPSHOT_KINDS[kind].title} "
+            + pages.format_interval(difference(size, last, text, plain_mean(size, last, kind)).interval())
+            for kind in KINDS
+        ]
+        effects.append(f"{name}, {text} − the best plain mean {', '.join(gains)} nats")
     return IndexRow(
         3,
         "Which weights?",
         "PMA, Fig. 4: WMA best early, no difference later; WSM: 1 − sqrt and mean best, EMA worst",
         "; ".join(found),
-        f"loss of the best fixed weights less that of the best plain mean of points, at the end: {'; '.join(effects)}",
+        f"loss at the end: {'; '.join(effects)}",
     )
 
 

@@ -187,17 +187,22 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     share = ratio_of_means(predicted, measured)
     explained = pages.format_percent_interval(share) if share else "an unknown share"
     path = pages.describe_difference(difference(results, "both", f"mean of {count}"), margin)
+    means = {
+        "time": f"the mean of the last {results['window']} snapshots of one run",
+        f"mean of {count}": f"that of the last snapshots of {count} replicas",
+    }
     gains = [
-        f"{words} {pages.format_interval(difference(results, LAST, model).interval())}"
-        for model, words in (("time", "over time"), (f"mean of {count}", f"over {count} replicas at one moment"))
+        f"{words} {pages.format_interval(difference(results, model, LAST).interval())}"
+        for model, words in means.items()
     ]
     return IndexRow(
         5,
         "Why does it work?",
         "PMA, Section 4.6 and Fig. 8: deviations from the optimum cancel",
-        f"a quadratic at the merged model predicts {explained} (over seeds) of the gain over the mean of the losses; "
-        f"averaging the mean of {count} replicas over time too: {path}",
-        f"gain over the last snapshot by averaging the last {results['window']} units: {', '.join(gains)} nats",
+        f"a quadratic (the Hessian at the merged model) predicts {explained} of the difference between the mean loss "
+        f"of the snapshots and the loss of their mean; the mean of {count} replicas (runs from one state, each with "
+        f"its own order of the data), averaged over time too, less the mean of their last snapshots: {path}",
+        f"loss less that of the last snapshot: {', '.join(gains)} nats",
     )
 
 
