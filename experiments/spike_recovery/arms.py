@@ -148,17 +148,10 @@ def copy_before_spike(source: Run, onset_tokens: int, config: Config, path: epat
     create_run(path, config, source.metadata | {"forked_from": origin})
 
 
-def thin_curve(steps: list[dict[str, Any]], every: int = 10) -> list[list[float]]:
-    """Return [tokens, median loss, largest gradient norm] of every `every` steps."""
+def thin_curve(steps: list[dict[str, Any]], every: int = 20) -> list[list[float]]:
+    """Return [tokens, median loss] of every `every` steps."""
     groups = [steps[i : i + every] for i in range(0, len(steps), every)]
-    return [
-        [
-            group[-1]["tokens"],
-            round(statistics.median(r["loss"] for r in group), 4),
-            round(max(r["gradient_norm"] for r in group), 4),
-        ]
-        for group in groups
-    ]
+    return [[group[-1]["tokens"], round(statistics.median(r["loss"] for r in group), 4)] for group in groups]
 
 
 def work(settings: Mapping[str, Any], seed: int) -> None:

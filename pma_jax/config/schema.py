@@ -242,7 +242,7 @@ class SpikesConfig:
     snapshots: Number = 3  # snapshots before the spike that a rollback merges; each retry drops the newest one
     recipe: Text = "sma"  # recipe of the merge that a rollback starts from
     # Optimizer moments after a rollback. `reset`: initialised; `keep`: unchanged; `restore`: read from the training
-    # state closest to the merge, among those before the spike, and enough states are kept for it.
+    # state closest to the merge, among those before the spike; one is kept while a spike is open.
     optimizer: Literal["reset", "keep", "restore"] = "reset"
     # Length of the linear warm-up from 0 to the scheduled learning rate after a rollback; 0: none.
     warmup_tokens: TokenCount = 0
@@ -357,17 +357,6 @@ class Config:
             return 0
         during_patience = self.spikes.patience_tokens // self.checkpoint.interval_tokens + 1
         return during_patience + self.spikes.snapshots + self.spikes.attempts - 1
-
-    @property
-    def states_to_keep(self) -> int:
-        """Number of newest training states to keep: `keep_states`, or as many as reach back to before a spike.
-
-        With `spikes.optimizer=restore`, a rollback reads the optimizer of a state from before the spike.
-        """
-        if not (self.spikes.attempts and self.spikes.optimizer == "restore"):
-            return self.checkpoint.keep_states
-        during_patience = self.spikes.patience_tokens // self.checkpoint.state_interval_tokens + 1
-        return max(self.checkpoint.keep_states, during_patience + 1)
 
     def is_block_mean_step(self, tokens: int) -> bool:
         """Return whether the parameters after the step that ends at `tokens` are added to the block mean.

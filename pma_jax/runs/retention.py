@@ -2,7 +2,8 @@
 
 A run that is killed resumes from its newest published state. It then writes everything after that state again, with the
 same previews, so the snapshots that these previews merge must still exist. Retention therefore keeps them, although
-`checkpoint.keep_windows` alone would remove them.
+`checkpoint.keep_windows` alone would remove them. While a loss spike is open, which may last longer than
+`spikes.patience_tokens`, it also keeps what a rollback needs from before the spike.
 """
 
 import bisect
@@ -24,20 +25,28 @@ class Retention:
     def __init__(self, config: Config, writers: Mapping[str, StepWriter]):
         self._config, self._writers = config, writers
 
-    def apply(self, tokens: int) -> None:
-        """Remove what is not kept once the run has trained on `tokens`. With several processes, all must call it."""
+    def apply(self, tokens: int, spike_tokens: int = 0) -> None:
+        """Remove what is not kept once the run has trained on `tokens`. With several processes, all must call it.
+
+        `spike_tokens` is that of `tokens_to_keep`.
+        """
         for writer in self._writers.values():
             writer.finish_if_published()
         published = {folder: sorted(writer.published.values()) for folder, writer in self._writers.items()}
         pending = self._writers[STATES].pending
         resume_points = [newest_resume_point(published[STATES], tokens), *([pending.tokens] if pending else [])]
         for folder, writer in self._writers.items():
-            kept = tokens_to_keep(self._config, folder, published[folder], tokens, resume_points)
+            kept = tokens_to_keep(self._config, folder, published[folder], tokens, resume_points, spike_tokens)
             writer.remove([step for step, step_tokens in writer.published.items() if step_tokens not in kept])
 
 
 def tokens_to_keep(
-    config: Config, folder: str, published: Sequence[int], tokens: int, resume_points: Sequence[int]
+    config: Config,
+    folder: str,
+    published: Sequence[int],
+    tokens: int,
+    resume_points: Sequence[int],
+    spike_tokens: int = 0,
 ) -> set[int]:
     """Decide which published steps of a folder are kept.
 
@@ -47,13 +56,18 @@ def tokens_to_keep(
         published: Token count of each published step of the folder, ascending.
         tokens: Number of tokens that the run has trained on. After resuming, there may be newer published steps.
         resume_points: Token counts of the states from which the run may resume if it is killed now.
+        spike_tokens: Token count at which a loss spike began, or may have begun, that the run may roll back from; 0 if
+            it does not roll back.
 
     Returns:
         The token counts of the steps that are kept.
     """
+    before_spike = [t for t in published if t < spike_tokens]
     if folder == STATES:
-        return _states_to_keep(config, published, tokens)
-    return _snapshots_to_keep(config, published, [tokens, *resume_points])
+        needed = int(config.spikes.optimizer == "restore")
+        return _states_to_keep(config, published, tokens) | set(before_spike[len(before_spike) - needed :])
+    needed = config.spikes.snapshots + config.spikes.attempts - 1  # each retry leaves one more out
+    return _snapshots_to_keep(config, published, [tokens, *resume_points]) | set(before_spike[-needed:])
 
 
 def newest_resume_point(state_tokens: Sequence[int], tokens: int) -> int:
@@ -104,15 +118,14 @@ def _snapshots_to_keep(config: Config, published: Sequence[int], positions: Sequ
 
 
 def _states_to_keep(config: Config, published: Sequence[int], tokens: int) -> set[int]:
-    """Keep the newest ones, those listed in `keep_states_at_tokens`, and those that are not reached yet.
+    """Keep the newest `keep_states`, those listed in `keep_states_at_tokens`, and those that are not reached yet.
 
-    `Config.states_to_keep` is the number of the newest ones. A state saved on preemption, between the regular saves,
-    does not count towards them and is kept only while it is the newest. An interrupted run therefore keeps the same
-    states as an uninterrupted one.
+    A state saved on preemption, between the regular saves, does not count towards `keep_states` and is kept only while
+    it is the newest. An interrupted run therefore keeps the same states as an uninterrupted one.
     """
     reached = [t for t in published if t <= tokens]
     regular = [t for t in reached if config.is_state_due(t)]
-    kept = {*regular[-config.states_to_keep :], *reached[-1:], *published[len(reached) :]}
+    kept = {*regular[-config.checkpoint.keep_states :], *reached[-1:], *published[len(reached) :]}
     return kept | {t for t in reached if config.is_permanent_state(t)}
 
 

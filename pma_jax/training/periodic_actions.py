@@ -27,7 +27,7 @@ from pma_jax.runs.retention import Retention
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runs.states import STATES, Progress
 from pma_jax.runtime.mesh import worker_count
-from pma_jax.training import resume
+from pma_jax.training import resume, spikes
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.state import TrainState, block_mean, eval_params, params_of_worker, worker_dim
 
@@ -105,7 +105,10 @@ class PeriodicActions:
         if stopping or self._config.is_run_complete(progress.tokens):
             for writer in (*self._snapshots.values(), self._states):
                 writer.finish()
-        self._retention.apply(progress.tokens)
+        limit = 0
+        if state.detector is not None:
+            limit = spikes.rollback_limit_tokens(self._config, state.detector, progress.step, progress.tokens)
+        self._retention.apply(progress.tokens, limit)
         return state
 
     def take_snapshot(self, state: TrainState, progress: Progress) -> TrainState:

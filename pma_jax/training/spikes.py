@@ -140,6 +140,28 @@ def close_spike(detector: Detector) -> Detector:
     return dataclasses.replace(detector, far_out=zero, onset=zero, loss_out=zero, back=zero, declared=zero)
 
 
+def rollback_limit_tokens(config: Config, detector: Detector, step: int, tokens: int) -> int:
+    """Return the tokens before which a rollback begins: those at which the open spike began, or a new one may have.
+
+    Args:
+        config: The run's configuration.
+        detector: The detector after the newest step; with workers, one per worker, of which the earliest spike counts.
+        step: The newest step.
+        tokens: Tokens after it.
+
+    Returns:
+        0 if the run does not roll back.
+    """
+    if not config.spikes.attempts:
+        return 0
+    # A spike begins at its first outlier, up to `confirm_steps` - 1 steps before it is detected.
+    undetected = step - config.spikes.confirm_steps + 1
+    onset = int(
+        jax.jit(lambda onsets: jnp.min(jnp.where(onsets > 0, onsets, jnp.iinfo(jnp.int32).max)))(detector.onset)
+    )
+    return tokens - (step - min(onset, undetected)) * config.batch_tokens
+
+
 def _track_spike(
     detector: Detector,
     confirm_steps: int,
