@@ -67,7 +67,7 @@ def test_verdicts_follow_from_the_numbers():
         assert page.judge(json.loads(json.dumps(arms))) == arms
         for n, optimizer, warm_up in itertools.product(page.WINDOWS, page.OPTIMIZERS, page.WARM_UPS):
             done = arms[page.arm_name(n, optimizer, warm_up)]["optimizers"]
-            assert done == ["restore" if optimizer == "restored" else "reset"]
+            assert set(done) == {"restore" if optimizer == "restored" else "reset"}
     assert len(seeds) in (0, 10)
 
 

@@ -75,7 +75,7 @@ def report(results: dict[str, Any]) -> str:
     adjusted = dict(zip(tested, scipy.stats.false_discovery_control(raw), strict=True))
     rows = []
     for arm in arms:
-        p = f"{adjusted[arm]:.2f}" if arm in adjusted else ""
+        p = f"`{adjusted[arm]:.3f}`" if arm in adjusted else ""
         odds = [format_odds(verdicts(results, arm, key)) for key in ("passes", "back")]
         rows.append([arm, *odds, pages.format_interval(mean_interval(above_before(results, arm))), p])
     header = [
@@ -163,12 +163,18 @@ def summarize(results: dict[str, Any]) -> IndexRow:
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """Draw the training loss of the first collapsed seeds from shortly before the spike on: restart and N = 3."""
     panels = []
-    shown = (NOTHING, RESTART, "skip updates", arm_name("3", "restored", "none"), arm_name("3", "reset", "25 steps"))
+    shown = {
+        NOTHING: NOTHING,
+        RESTART: "restart",
+        "skip updates": "skip updates",
+        arm_name("3", "restored", "none"): "N=3, restored",
+        arm_name("3", "reset", "25 steps"): "N=3, reset, warm-up",
+    }
     for seed, arms in list(results["seeds"].items())[:4]:
         onset = arms[NOTHING]["onset_tokens"]
         lines = []
-        for name in (name for name in shown if name in arms):
-            points = [point for point in arms[name]["curve"] if point[0] >= 0.75 * onset]
-            lines.append(Line(name, [point[0] / 1e6 for point in points], [point[1] for point in points]))
+        for arm, label in shown.items():
+            points = [point for point in arms[arm]["curve"] if point[0] >= 0.75 * onset]
+            lines.append(Line(label, [point[0] / 1e6 for point in points], [point[1] for point in points]))
         panels.append(LinePanel(f"seed {seed}: training loss (spike at {onset / 1e6:.2f}M)", "tokens, millions", lines))
     return {"figure.png": to_png(draw_lines(panels, columns=2))}
