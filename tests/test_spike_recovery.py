@@ -75,6 +75,8 @@ def test_odds_and_the_test_against_the_restart_agree_with_counts_by_hand():
     passes = {page.RESTART: [0] * 10, "better": [1] * 6 + [0] * 4, "same": [0] * 10}
     seeds = {str(i): {arm: {"passes": bool(of[i])} for arm, of in passes.items()} for i in range(10)}
     results = {"seeds": seeds}
-    assert page.against_restart(results, "better") == pytest.approx(2 * 0.5**6), "six of six differences are better"
-    assert page.against_restart(results, "same") == 1
+    assert page.mcnemar(results, "better", page.RESTART) == pytest.approx(2 * 0.5**6), (
+        "six of six differences are better"
+    )
+    assert page.mcnemar(results, "same", page.RESTART) == 1
     assert page.format_odds([1.0] * 6 + [0.0] * 4) == "6 of 10 [26%, 88%]"

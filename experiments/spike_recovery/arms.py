@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from etils import epath
-from recovery_page import NOTHING, arm_name
+from recovery_page import CLEAN, NOTHING, PASS_OVER, arm_name
 
 from pma_jax.config import Config
 from pma_jax.config.errors import UserError, error_line
@@ -30,7 +30,7 @@ from pma_jax.training import rollback
 BEFORE = 3  # snapshots before the spike whose median loss is the reference
 KEEP_ALL_STATES = ("checkpoint.keep_states=1000",)
 FROM_SCRATCH = {  # arms that are trained from the first step
-    "clean": ("schedule.peak_rate=0.01",),
+    CLEAN: ("schedule.peak_rate=0.01",),
     "skip updates": ("spikes.skip_gradient_z=4",),
 }
 ROLL_BACK = ("spikes.attempts=1",)
@@ -57,7 +57,7 @@ def factorial() -> dict[str, tuple[str, ...]]:
 
 
 BEFORE_SPIKE = {  # arms that start before the spike of `nothing`
-    "restart, pass over data": (
+    PASS_OVER: (
         *ROLL_BACK,
         "spikes.optimizer=restore",
         "spikes.snapshots=1",

@@ -1,5 +1,6 @@
 """The verdicts and the page of the experiment: odds of recovery, the effect of each factor, and the figure."""
 
+import functools
 import itertools
 import statistics
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from pma_jax.studies.statistics import CONFIDENCE, MeanInterval, mean_interval, 
 
 NOTHING, CLEAN = "nothing", "clean"
 PASSING_NATS = 0.1  # above the loss before the spike
+CLEAR_NATS = 0.2  # above that loss, the untreated run at its end
+PASS_OVER = "restart, pass over data"
 OPTIMIZERS, WARM_UPS, WINDOWS = ("restored", "reset"), ("none", "25 steps"), ("1", "3", "5")
 
 
@@ -60,27 +63,47 @@ def format_odds(values: list[float]) -> str:
     return f"{sum(values):.0f} of {len(values)} [{interval.low:.0%}, {interval.high:.0%}]"
 
 
-def against_restart(results: Mapping[str, Any], arm: str) -> float:
-    """Return the p-value of the exact McNemar test of an arm's passes against those of the restart."""
-    pairs = list(zip(verdicts(results, arm, "passes"), verdicts(results, RESTART, "passes"), strict=True))
-    better, worse = (sum(one - other == sign for one, other in pairs) for sign in (1, -1))
+def clear_collapses(results: Mapping[str, Any]) -> list[str]:
+    """List the seeds whose untreated run ends at least `CLEAR_NATS` above the loss before the spike."""
+    return [
+        seed
+        for seed, above in zip(results["seeds"], above_before(results, NOTHING), strict=True)
+        if above >= CLEAR_NATS
+    ]
+
+
+def last_losses(results: Mapping[str, Any], arm: str) -> list[float]:
+    """Return the last loss less that before the spike, where a run that gave up has that of the untreated run."""
+    return [
+        arms[NOTHING if arms[arm]["gave_up"] else arm]["final_loss"] - arms[arm]["before_loss"]
+        for arms in results["seeds"].values()
+    ]
+
+
+def mcnemar(results: Mapping[str, Any], arm: str, other: str) -> float:
+    """Return the p-value of the exact McNemar test of an arm's passes against those of another."""
+    pairs = list(zip(verdicts(results, arm, "passes"), verdicts(results, other, "passes"), strict=True))
+    better, worse = (sum(one - of_other == sign for one, of_other in pairs) for sign in (1, -1))
     return float(scipy.stats.binomtest(better, better + worse).pvalue) if better + worse else 1.0
 
 
 def report(results: dict[str, Any]) -> str:
     """Format the odds of each arm, and the effect of each factor of the arms that go back."""
-    arms = list(next(iter(results["seeds"].values())))
+    arms, clear = list(next(iter(results["seeds"].values()))), clear_collapses(results)
     tested = [arm for arm in arms if arm not in (NOTHING, CLEAN, RESTART)]
-    raw = [against_restart(results, arm) for arm in tested]
+    raw = [mcnemar(results, arm, RESTART) for arm in tested]
     adjusted = dict(zip(tested, scipy.stats.false_discovery_control(raw), strict=True))
     rows = []
     for arm in arms:
         p = f"`{adjusted[arm]:.3f}`" if arm in adjusted else ""
         odds = [format_odds(verdicts(results, arm, key)) for key in ("passes", "back")]
-        rows.append([arm, *odds, pages.format_interval(mean_interval(above_before(results, arm))), p])
+        of_clear = sum(results["seeds"][seed][arm]["passes"] for seed in clear)
+        loss = pages.format_interval(mean_interval(above_before(results, arm)))
+        rows.append([arm, odds[0], f"{of_clear} of {len(clear)}", odds[1], loss, p])
     header = [
         "arm",
         "passes the spike",
+        "of clear collapses",
         "back at the loss before it",
         "last loss less that before",
         "p against restart",
@@ -89,8 +112,10 @@ def report(results: dict[str, Any]) -> str:
         [
             pages.format_table(header, rows),
             "Shares of seeds with 95% intervals (Clopper and Pearson); losses in nats per token, with those over "
-            f"seeds. The restart is the arm `{RESTART}`; the last column is the exact McNemar test of passing, "
-            "corrected for all arms (Benjamini and Hochberg).",
+            f"seeds. A clear collapse is a seed whose untreated run ends `{CLEAR_NATS}` nats or more above the loss "
+            f"before its spike ({', '.join(clear) or 'none'}). The restart is the arm `{RESTART}`; the last column is "
+            "the exact McNemar test of passing, corrected for all arms (Benjamini and Hochberg).",
+            format_rollbacks(results),
             format_factors(results),
             f"{len(results['seeds'])} collapsed seeds ({', '.join(results['seeds'])}); did not collapse: "
             f"{', '.join(map(str, results['never_collapsed'])) or 'none'}.",
@@ -98,11 +123,34 @@ def report(results: dict[str, Any]) -> str:
     )
 
 
-def factor_effects(results: Mapping[str, Any]) -> dict[str, tuple[MeanInterval, MeanInterval]]:
+def format_rollbacks(results: Mapping[str, Any]) -> str:
+    """Say how often the arms that go back did, which gave up, and how N = 3 compares with passing over the data."""
+    lines, levels = [], [arm_name(*cell) for cell in itertools.product(WINDOWS, OPTIMIZERS, WARM_UPS)]
+    runs = [arms[arm] for arms in results["seeds"].values() for arm in levels]
+    passing = [run for run in runs if run["passes"]]
+    several = sum(len(run["went_back_to_tokens"]) > 1 for run in passing)
+    lines.append(
+        f"- Of {len(runs)} runs that go back, {len(passing)} pass, {several} of them after more than one rollback."
+    )
+    for optimizer in OPTIMIZERS:
+        of = [arms[arm_name(n, optimizer, w)] for arms in results["seeds"].values() for n in WINDOWS for w in WARM_UPS]
+        lines.append(f"- Optimizer {optimizer}: {sum(bool(run['gave_up']) for run in of)} of {len(of)} give up.")
+    for optimizer in OPTIMIZERS:
+        arm = arm_name("3", optimizer, "none")
+        p = mcnemar(results, arm, PASS_OVER)
+        lines.append(f"- {arm} against passing over the data, exact McNemar test: p = `{p:.2f}`.")
+    last = {arm: [arms[arm]["final_loss"] for arms in results["seeds"].values()] for arm in (CLEAN, NOTHING)}
+    difference = paired_difference(last[CLEAN], last[NOTHING])
+    lines.append(f"- The last loss of `{CLEAN}` less that of `{NOTHING}`: {pages.format_interval(difference)} nats.")
+    return "\n".join(lines)
+
+
+def factor_effects(results: Mapping[str, Any]) -> dict[str, list[MeanInterval]]:
     """Estimate the effect of each factor, the mean over the levels of the others.
 
     Returns:
-        {name of the factor: (the difference of the share of arms that pass, and of the last loss in nats per token)}.
+        {name of the factor: the difference of the share of arms that pass, of the last loss in nats per token, and of
+        the last loss where a run that gave up has that of the untreated run}.
     """
     levels = {
         "optimizer reset, against restored": [
@@ -114,23 +162,29 @@ def factor_effects(results: Mapping[str, Any]) -> dict[str, tuple[MeanInterval, 
     }
     for n in WINDOWS[1:]:
         levels[f"N = {n}, against 1"] = [((n, o, w), ("1", o, w)) for o, w in itertools.product(OPTIMIZERS, WARM_UPS)]
+    readings = (functools.partial(verdicts, key="passes"), above_before, last_losses)
     found = {}
     for name, pairs in levels.items():
         first, second = ([arm_name(*pair[side]) for pair in pairs] for side in (0, 1))
-        passes = [mean_over([verdicts(results, arm, "passes") for arm in arms]) for arms in (first, second)]
-        above = [mean_over([above_before(results, arm) for arm in arms]) for arms in (first, second)]
-        found[name] = paired_difference(passes[0], passes[1]), paired_difference(above[0], above[1])
+        found[name] = [
+            paired_difference(
+                mean_over([read(results, arm) for arm in first]), mean_over([read(results, arm) for arm in second])
+            )
+            for read in readings
+        ]
     return found
 
 
 def format_factors(results: Mapping[str, Any]) -> str:
     """Format the effect of each factor."""
     rows = [
-        [name, pages.format_interval(share, 2), pages.format_interval(loss)]
-        for name, (share, loss) in factor_effects(results).items()
+        [name, pages.format_interval(share, 3), *map(pages.format_interval, losses)]
+        for name, (share, *losses) in factor_effects(results).items()
     ]
-    return "The effect of each factor, the mean over the levels of the others, over seeds:\n\n" + pages.format_table(
-        ["factor", "share of arms that pass", "last loss, nats per token"], rows
+    header = ["factor", "share of arms that pass", "last loss", "last loss, given up: that of the untreated run"]
+    return (
+        "The effect of each factor, the mean over the levels of the others, with intervals over seeds that are not "
+        "corrected for the number of effects; losses in nats per token:\n\n" + pages.format_table(header, rows)
     )
 
 
@@ -146,11 +200,12 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     best = max(others, key=lambda arm: sum(verdicts(results, arm, "passes")))
     shown = {
         "restarting from the last snapshot": RESTART,
-        "from the mean of 3, everything else equal": arm_name("3", "restored", "none"),
+        "passing over the data too": PASS_OVER,
+        "restarting from the mean of 3": arm_name("3", "restored", "none"),
         f"the most of {len(others)} arms, {best}": best,
     }
     found = [f"{name}, {format_odds(verdicts(results, arm, 'passes'))}" for name, arm in shown.items()]
-    effects = [f"{name} {pages.format_interval(share, 2)}" for name, (share, _) in factor_effects(results).items()]
+    effects = [f"{name} {pages.format_interval(share, 3)}" for name, (share, *_) in factor_effects(results).items()]
     return IndexRow(
         9,
         "Does a collapsed run recover from the mean of earlier snapshots?",
