@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from etils import epath
-from recovery_page import CLEAN, NOTHING, PASS_OVER, arm_name
+from recovery_page import CLEAN, NOTHING, PASS_OVER, WINDOWS, arm_name
 
+from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.config.errors import UserError, error_line
 from pma_jax.evaluation.sweep import RAW
@@ -34,12 +35,11 @@ FROM_SCRATCH = {  # arms that are trained from the first step
     "skip updates": ("spikes.skip_gradient_z=4",),
 }
 ROLL_BACK = ("spikes.attempts=1",)
-WINDOWS = (1, 3, 5)  # snapshots whose mean a run goes back to
 # Of the arms that go back: what each level sets. `recovery_page` reads the levels from the names of the arms.
 FACTORS = {
     "optimizer": {"restored": ("spikes.optimizer=restore",), "reset": ("spikes.optimizer=reset",)},
     "warm-up": {"none": ("spikes.warmup_tokens=0",), "25 steps": ("spikes.warmup_tokens=12800",)},
-    "N": {str(n): (f"spikes.snapshots={n}",) for n in WINDOWS},
+    "N": {n: (f"spikes.snapshots={n}",) for n in WINDOWS},  # snapshots whose mean a run goes back to
 }
 
 
@@ -77,7 +77,8 @@ def read_seed(study: Study, seed: int) -> dict[str, dict[str, Any]]:
     for arm, changes in BEFORE_SPIKE.items():
         config = make_config(study, seed, changes)
         start = functools.partial(copy_before_spike, source, onset, config)
-        arms[arm] = read_arm(study, *train(study, config, arm_key(study, source, arm), start))
+        key = f"{run_cache.entry_key(study.cache, source)}-{configuration.digest(config)}"
+        arms[arm] = read_arm(study, *train(study, config, key, start))
     for arm, changes in FROM_SCRATCH.items():
         arms[arm] = read_arm(study, *train(study, make_config(study, seed, changes)))
     return arms
@@ -103,11 +104,6 @@ def train(
     run, error = run_cache.get_even_if_diverged(study.cache, config, key, start)
     study.runs_used[str(run.path)] = run
     return run, error
-
-
-def arm_key(study: Study, source: Run, arm: str) -> str:
-    """Return the key in the cache of an arm that starts before the spike of `source`."""
-    return f"{run_cache.entry_key(study.cache, source)}-{arm.lower().replace(', ', '-').replace(' ', '-')}"
 
 
 def read_arm(study: Study, run: Run, error: str) -> dict[str, Any]:
