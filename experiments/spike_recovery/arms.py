@@ -3,6 +3,7 @@
 Command of a worker:   python experiments/spike_recovery/arms.py STUDY.json SEED
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -67,8 +68,16 @@ BEFORE_SPIKE = {  # arms that start before the spike of `nothing`
 }
 
 
+def of_arms(study: Study) -> Study:
+    """Return the study with a cache of its own for the arms: their logs are read, which recorded runs do not have."""
+    return dataclasses.replace(study, cache=study.cache / "spike_recovery")
+
+
 def read_seed(study: Study, seed: int) -> dict[str, dict[str, Any]]:
-    """Train the arms of a seed that the cache does not have, and read all; without a collapse, only `nothing`."""
+    """Train the arms of a seed that the cache does not have, and read all; without a collapse, only `nothing`.
+
+    `study` is that of `of_arms`.
+    """
     source, error = train(study, make_config(study, seed, KEEP_ALL_STATES))
     arms = {NOTHING: read_arm(study, source, error)}
     onset = arms[NOTHING]["onset_tokens"]

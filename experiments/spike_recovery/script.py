@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from arms import BEFORE_SPIKE, FROM_SCRATCH, make_config, read_seed
+from arms import BEFORE_SPIKE, FROM_SCRATCH, make_config, of_arms, read_seed
 from recovery_page import NOTHING, draw, judge, report, summarize
 
 from pma_jax.config.errors import UserError
@@ -45,7 +45,7 @@ def plan(study: Study) -> Plan:
 
 def has_arms(study: Study, seed: int) -> bool:
     """Return whether the cache has the arm of a seed that is trained last."""
-    config = make_config(study, seed, list(FROM_SCRATCH.values())[-1])
+    study, config = of_arms(study), make_config(study, seed, list(FROM_SCRATCH.values())[-1])
     return run_cache.find(study.cache, config) is not None or run_cache.has_diverged(study.cache, config)
 
 
@@ -59,7 +59,7 @@ def measure(study: Study) -> dict[str, Any]:
         remaining = remaining[len(batch) :]
         train_seeds(study, batch)
         for seed in batch:
-            arms = read_seed(study, seed)
+            arms = read_seed(of_arms(study), seed)
             if arms[NOTHING]["onset_tokens"] is None:
                 never_collapsed.append(seed)
             else:
@@ -80,7 +80,7 @@ def train_seeds(study: Study, seeds: Sequence[int]) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "study.json")
-        path.write_text(json.dumps(study.settings()))
+        path.write_text(json.dumps(of_arms(study).settings()))
         command = (sys.executable, str(Path(__file__).with_name("arms.py")), str(path))
         jobs = [
             Job(f"seed {seed}", (Step("train", (*command, str(seed)), environment=WORKER_ENVIRONMENT),))
