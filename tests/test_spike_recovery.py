@@ -52,7 +52,7 @@ def test_each_arm_goes_back_to_before_the_spike(workspace, tmp_path, jobs):
         assert arms["nothing"]["onset_tokens"] and not arms["nothing"]["went_back_to_tokens"]
         for arm in back:
             assert arms[arm]["went_back_to_tokens"][0] < arms["nothing"]["onset_tokens"]
-            assert arms[arm]["optimizers"] == ["restore" if "restored" in arm else "reset"]
+            assert set(arms[arm]["optimizers"]) == {"restore" if "restored" in arm else "reset"}
             assert arms[arm]["curve"][0] == arms["nothing"]["curve"][0], "identical up to the spike"
     assert (tmp_path / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert page.report(results) in printed
