@@ -156,10 +156,14 @@ def rollback_limit_tokens(config: Config, detector: Detector, step: int, tokens:
         return 0
     # A spike begins at its first outlier, up to `confirm_steps` - 1 steps before it is detected.
     undetected = step - config.spikes.confirm_steps + 1
-    onset = int(
-        jax.jit(lambda onsets: jnp.min(jnp.where(onsets > 0, onsets, jnp.iinfo(jnp.int32).max)))(detector.onset)
-    )
+    onset = int(_earliest_onset(detector.onset))
     return tokens - (step - min(onset, undetected)) * config.batch_tokens
+
+
+@jax.jit
+def _earliest_onset(onsets: jax.Array) -> jax.Array:
+    """Return the first step of the earliest open spike of all workers; the largest int32 if none is open."""
+    return jnp.min(jnp.where(onsets > 0, onsets, jnp.iinfo(jnp.int32).max))
 
 
 def _track_spike(
