@@ -145,7 +145,7 @@ def rollback_limit_tokens(config: Config, detector: Detector, step: int, tokens:
 
     Args:
         config: The run's configuration.
-        detector: The detector after the newest step; with workers, one per worker, of which the earliest spike counts.
+        detector: The detector after the newest step.
         step: The newest step.
         tokens: Tokens after it.
 
@@ -155,15 +155,8 @@ def rollback_limit_tokens(config: Config, detector: Detector, step: int, tokens:
     if not config.spikes.attempts:
         return 0
     # A spike begins at its first outlier, up to `confirm_steps` - 1 steps before it is detected.
-    undetected = step - config.spikes.confirm_steps + 1
-    onset = int(_earliest_onset(detector.onset))
-    return tokens - (step - min(onset, undetected)) * config.batch_tokens
-
-
-@jax.jit
-def _earliest_onset(onsets: jax.Array) -> jax.Array:
-    """Return the first step of the earliest open spike of all workers; the largest int32 if none is open."""
-    return jnp.min(jnp.where(onsets > 0, onsets, jnp.iinfo(jnp.int32).max))
+    onset = int(detector.onset) or step - config.spikes.confirm_steps + 1
+    return tokens - (step - onset) * config.batch_tokens
 
 
 def _track_spike(
