@@ -80,3 +80,9 @@ def test_odds_and_the_test_against_the_restart_agree_with_counts_by_hand():
     )
     assert page.mcnemar(results, "same", page.RESTART) == 1
     assert page.format_odds([1.0] * 6 + [0.0] * 4) == "6 of 10 [26%, 88%]"
+
+
+def test_a_page_without_a_collapse_says_so():
+    results = {"seeds": {}, "never_collapsed": [0, 1]}
+    assert page.report(results) == "No run collapsed, of seeds 0, 1." and page.draw(results) == {}
+    assert page.summarize(results).found == "no run collapsed"

@@ -10,7 +10,7 @@ import json
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ BEFORE_SPIKE = {  # arms that start before the spike of `nothing`
 }
 
 
-def of_arms(study: Study) -> Study:
+def arms_study(study: Study) -> Study:
     """Return the study with a cache of its own for the arms: their logs are read, which recorded runs do not have."""
     return dataclasses.replace(study, cache=study.cache / "spike_recovery")
 
@@ -76,7 +76,7 @@ def of_arms(study: Study) -> Study:
 def read_seed(study: Study, seed: int) -> dict[str, dict[str, Any]]:
     """Train the arms of a seed that the cache does not have, and read all; without a collapse, only `nothing`.
 
-    `study` is that of `of_arms`.
+    `study` is that of `arms_study`.
     """
     source, error = train(study, make_config(study, seed, KEEP_ALL_STATES))
     arms = {NOTHING: read_arm(study, source, error)}
@@ -159,15 +159,10 @@ def thin_curve(steps: list[dict[str, Any]], every: int = 20) -> list[list[float]
     return [[group[-1]["tokens"], round(statistics.median(r["loss"] for r in group), 4)] for group in groups]
 
 
-def work(settings: Mapping[str, Any], seed: int) -> None:
-    """Train the arms of one seed."""
-    read_seed(Study.from_settings(settings), seed)
-
-
 if __name__ == "__main__":
     keep_freed_memory()
     try:
-        work(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+        read_seed(Study.from_settings(json.loads(Path(sys.argv[1]).read_text())), int(sys.argv[2]))
     except Stopped as stopped:
         raise SystemExit(stopped.status) from stopped
     except UserError as error:

@@ -89,6 +89,8 @@ def mcnemar(results: Mapping[str, Any], arm: str, other: str) -> float:
 
 def report(results: dict[str, Any]) -> str:
     """Format the odds of each arm, and the effect of each factor of the arms that go back."""
+    if not results["seeds"]:
+        return f"No run collapsed, of seeds {', '.join(map(str, results['never_collapsed']))}."
     arms, clear = list(next(iter(results["seeds"].values()))), clear_collapses(results)
     tested = [arm for arm in arms if arm not in (NOTHING, CLEAN, RESTART)]
     raw = [mcnemar(results, arm, RESTART) for arm in tested]
@@ -195,6 +197,10 @@ def mean_over(rows: list[list[float]]) -> list[float]:
 
 def summarize(results: dict[str, Any]) -> IndexRow:
     """Summarize the odds of the restart and of the mean of 3 snapshots, and the effect of each factor."""
+    question = "Does a collapsed run recover from the mean of earlier snapshots?"
+    claim = "PMA, Section 4.5 and Fig. 7: it does, and follows the original trajectory"
+    if not results["seeds"]:
+        return IndexRow(9, question, claim, "no run collapsed", "none")
     arms = list(next(iter(results["seeds"].values())))
     others = [arm for arm in arms if arm not in (NOTHING, CLEAN)]
     best = max(others, key=lambda arm: sum(verdicts(results, arm, "passes")))
@@ -208,8 +214,8 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     effects = [f"{name} {pages.format_interval(share, 3)}" for name, (share, *_) in factor_effects(results).items()]
     return IndexRow(
         9,
-        "Does a collapsed run recover from the mean of earlier snapshots?",
-        "PMA, Section 4.5 and Fig. 7: it does, and follows the original trajectory",
+        question,
+        claim,
         f"seeds that pass the spike: {'; '.join(found)}",
         f"share of arms that pass: {'; '.join(effects)}",
     )
@@ -217,6 +223,8 @@ def summarize(results: dict[str, Any]) -> IndexRow:
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """Draw the training loss of the first collapsed seeds from shortly before the spike on: restart and N = 3."""
+    if not results["seeds"]:
+        return {}
     panels = []
     shown = {
         NOTHING: NOTHING,

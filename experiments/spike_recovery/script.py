@@ -8,21 +8,17 @@ reaches the spike, and reacts to it as its configuration specifies.
 """
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from arms import BEFORE_SPIKE, FROM_SCRATCH, make_config, of_arms, read_seed
+from arms import BEFORE_SPIKE, FROM_SCRATCH, arms_study, make_config, read_seed
 from recovery_page import NOTHING, draw, judge, report, summarize
 
-from pma_jax.config.errors import UserError
-from pma_jax.launch.job import Job, Step
-from pma_jax.launch.local import run_jobs
 from pma_jax.studies import run_cache
 from pma_jax.studies.experiment import run_experiment
-from pma_jax.studies.planned import WORKER_ENVIRONMENT, OtherWork, Plan
+from pma_jax.studies.planned import OtherWork, Plan, run_workers
 from pma_jax.studies.study import Study
 
 COLLAPSES = 10  # collapsed seeds to use
@@ -34,7 +30,7 @@ EVALUATIONS = 4  # of an arm
 
 def plan(study: Study) -> Plan:
     """Estimate the arms of the first seeds that the cache does not have; which seeds collapse is not known before."""
-    (size,) = study.sizes
+    size = study.sizes[0]
     tokens = study.trunk_config(size, study.seeds[0]).training.total_tokens
     trained = round((1 + len(FROM_SCRATCH) + TRAINED_SHARE * len(BEFORE_SPIKE)) * tokens)
     read = EVALUATIONS * (1 + len(FROM_SCRATCH) + len(BEFORE_SPIKE)) * study.evaluation_tokens
@@ -45,7 +41,7 @@ def plan(study: Study) -> Plan:
 
 def has_arms(study: Study, seed: int) -> bool:
     """Return whether the cache has the arm of a seed that is trained last."""
-    study, config = of_arms(study), make_config(study, seed, list(FROM_SCRATCH.values())[-1])
+    study, config = arms_study(study), make_config(study, seed, list(FROM_SCRATCH.values())[-1])
     return run_cache.find(study.cache, config) is not None or run_cache.has_diverged(study.cache, config)
 
 
@@ -59,13 +55,11 @@ def measure(study: Study) -> dict[str, Any]:
         remaining = remaining[len(batch) :]
         train_seeds(study, batch)
         for seed in batch:
-            arms = read_seed(of_arms(study), seed)
+            arms = read_seed(arms_study(study), seed)
             if arms[NOTHING]["onset_tokens"] is None:
                 never_collapsed.append(seed)
             else:
                 seeds[str(seed)] = judge(arms)
-    if not seeds:
-        raise UserError("the run of no seed collapsed: raise schedule.peak_rate or give more --seeds")
     return study.describe_size(study.sizes[0]) | {"seeds": seeds, "never_collapsed": never_collapsed}
 
 
@@ -75,21 +69,14 @@ def train_seeds(study: Study, seeds: Sequence[int]) -> None:
     Raises:
         UserError: There are fewer cores than workers, or a worker failed.
     """
-    missing = [seed for seed in seeds if not has_arms(study, seed)]
     if study.workers < 2:  # `read_seed` trains them
         return
+    missing = [seed for seed in seeds if not has_arms(study, seed)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "study.json")
-        path.write_text(json.dumps(of_arms(study).settings()))
-        command = (sys.executable, str(Path(__file__).with_name("arms.py")), str(path))
-        jobs = [
-            Job(f"seed {seed}", (Step("train", (*command, str(seed)), environment=WORKER_ENVIRONMENT),))
-            for seed in missing
-        ]
-        failed = run_jobs(jobs, study.workers, lambda line: print(line, file=sys.stderr, flush=True))
-    if failed:
-        name, failure = next(iter(failed.items()))
-        raise UserError(f"{name} failed ({failure['line']}): see its error above")
+        path.write_text(json.dumps(arms_study(study).settings()))
+        command = (str(Path(__file__).with_name("arms.py")), str(path))
+        run_workers({f"seed {seed}": (*command, str(seed)) for seed in missing}, study.workers)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ class Retention:
     def __init__(self, config: Config, writers: Mapping[str, StepWriter]):
         self._config, self._writers = config, writers
 
-    def apply(self, tokens: int, spike_tokens: int = 0) -> None:
+    def apply(self, tokens: int, onset_tokens: int = 0) -> None:
         """Remove what is not kept once the run has trained on `tokens`. With several processes, all must call it.
 
-        `spike_tokens` is that of `tokens_to_keep`.
+        `onset_tokens` is that of `tokens_to_keep`.
         """
         for writer in self._writers.values():
             writer.finish_if_published()
@@ -36,7 +36,7 @@ class Retention:
         pending = self._writers[STATES].pending
         resume_points = [newest_resume_point(published[STATES], tokens), *([pending.tokens] if pending else [])]
         for folder, writer in self._writers.items():
-            kept = tokens_to_keep(self._config, folder, published[folder], tokens, resume_points, spike_tokens)
+            kept = tokens_to_keep(self._config, folder, published[folder], tokens, resume_points, onset_tokens)
             writer.remove([step for step, step_tokens in writer.published.items() if step_tokens not in kept])
 
 
@@ -46,7 +46,7 @@ def tokens_to_keep(
     published: Sequence[int],
     tokens: int,
     resume_points: Sequence[int],
-    spike_tokens: int = 0,
+    onset_tokens: int = 0,
 ) -> set[int]:
     """Decide which published steps of a folder are kept.
 
@@ -56,13 +56,13 @@ def tokens_to_keep(
         published: Token count of each published step of the folder, ascending.
         tokens: Number of tokens that the run has trained on. After resuming, there may be newer published steps.
         resume_points: Token counts of the states from which the run may resume if it is killed now.
-        spike_tokens: Token count at which a loss spike began, or may have begun, that the run may roll back from; 0 if
+        onset_tokens: Token count at which a loss spike began, or may have begun, that the run may roll back from; 0 if
             it does not roll back.
 
     Returns:
         The token counts of the steps that are kept.
     """
-    before_spike = [t for t in published if t < spike_tokens]
+    before_spike = [t for t in published if t < onset_tokens]
     if folder == STATES:
         needed = int(config.spikes.optimizer == "restore")
         return _states_to_keep(config, published, tokens) | set(before_spike[len(before_spike) - needed :])

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -248,11 +248,25 @@ def complete_all(study: Study, plan: Plan, workers: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "runs.json")
         path.write_text(json.dumps({"study": study.settings(), "runs": [dataclasses.asdict(run) for run in planned]}))
-        command = (sys.executable, "-m", "pma_jax.studies.planned", str(path))
-        jobs = [
-            Job(f"worker {i + 1}", (Step("train", command, environment=WORKER_ENVIRONMENT),)) for i in range(workers)
-        ]
-        failed = run_jobs(jobs, workers, lambda line: print(line, file=sys.stderr, flush=True))
+        command = ("-m", "pma_jax.studies.planned", str(path))
+        run_workers({f"worker {i + 1}": command for i in range(workers)}, workers)
+
+
+def run_workers(commands: Mapping[str, Sequence[str]], workers: int) -> None:
+    """Run Python processes with the local engine of grids, `workers` at a time, each with its share of the cores.
+
+    Args:
+        commands: The arguments of Python, by the name of the process.
+        workers: Processes at a time.
+
+    Raises:
+        UserError: There are fewer cores than workers, or a process failed.
+    """
+    jobs = [
+        Job(name, (Step("train", (sys.executable, *arguments), environment=WORKER_ENVIRONMENT),))
+        for name, arguments in commands.items()
+    ]
+    failed = run_jobs(jobs, workers, lambda line: print(line, file=sys.stderr, flush=True))
     if failed:
         name, failure = next(iter(failed.items()))
         raise UserError(f"{name} failed ({failure['line']}): see its error above")

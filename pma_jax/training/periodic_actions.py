@@ -105,10 +105,10 @@ class PeriodicActions:
         if stopping or self._config.is_run_complete(progress.tokens):
             for writer in (*self._snapshots.values(), self._states):
                 writer.finish()
-        limit = 0
+        onset_tokens = 0
         if state.detector is not None:
-            limit = spikes.rollback_limit_tokens(self._config, state.detector, progress.step, progress.tokens)
-        self._retention.apply(progress.tokens, limit)
+            onset_tokens = spikes.earliest_onset_tokens(self._config, state.detector, progress.step, progress.tokens)
+        self._retention.apply(progress.tokens, onset_tokens)
         return state
 
     def take_snapshot(self, state: TrainState, progress: Progress) -> TrainState:

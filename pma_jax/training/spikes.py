@@ -140,8 +140,8 @@ def close_spike(detector: Detector) -> Detector:
     return dataclasses.replace(detector, far_out=zero, onset=zero, loss_out=zero, back=zero, declared=zero)
 
 
-def rollback_limit_tokens(config: Config, detector: Detector, step: int, tokens: int) -> int:
-    """Return the tokens before which a rollback begins: those at which the open spike began, or a new one may have.
+def earliest_onset_tokens(config: Config, detector: Detector, step: int, tokens: int) -> int:
+    """Return the tokens at which the open spike began or, if none is open, a new one may have begun.
 
     Args:
         config: The run's configuration.

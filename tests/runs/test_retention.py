@@ -116,11 +116,11 @@ def test_what_a_rollback_needs_is_kept_while_a_spike_is_open(workspace):
     keys |= {"checkpoint__keep_windows": 4, "checkpoint__archive_interval_tokens": 0, "spikes__window_tokens": 16 * B}
     config = tiny.config(workspace, **KEEP | keys)
     published, late = [2 * B * k for k in range(1, 51)], 100 * B
-    kept = retention.tokens_to_keep(config, "snapshots", published, late, [late], spike_tokens=31 * B)
+    kept = retention.tokens_to_keep(config, "snapshots", published, late, [late], onset_tokens=31 * B)
     assert kept >= {24 * B, 26 * B, 28 * B, 30 * B} and 22 * B not in kept, "three, and one for a retry"
-    assert retention.tokens_to_keep(config, STATES, published, late, [], spike_tokens=30 * B) == {28 * B, late}
+    assert retention.tokens_to_keep(config, STATES, published, late, [], onset_tokens=30 * B) == {28 * B, late}
     config = resolve(config, ["spikes.optimizer=reset"])
-    assert retention.tokens_to_keep(config, STATES, published, late, [], spike_tokens=30 * B) == {late}
+    assert retention.tokens_to_keep(config, STATES, published, late, [], onset_tokens=30 * B) == {late}
 
 
 def test_retention_keeps_steps_that_a_resumed_run_has_not_reached(workspace):
