@@ -260,25 +260,16 @@ def _other_leaf(make: Callable[[int], Any]) -> Callable[[Path, int], None]:
     return lambda path, number: save_tree(path, {"w": jnp.ones(3) * number, "other": make(number)})
 
 
-def _damages() -> Iterator[Damage]:
+def _missing_data() -> Iterator[Damage]:
     for storage in ("raw files zarr2", "raw files", "files zarr2", "files"):
         yield Damage("a chunk is missing", storage, _newest(_drop_chunk), "chunks are missing")
         yield Damage(
             "a chunk is missing, by an older Orbax", storage, _newest(_drop_chunk_of_old_orbax), "chunks are missing"
         )
         yield Damage("a chunk is missing, no _METADATA", storage, _drop_chunk_without_metadata, "chunks are missing")
-        yield Damage(
-            "a chunk is too short",
-            storage,
-            _newest(_shorten_chunk),
-            "instead of" if storage == "raw files zarr2" else _SHORT[storage],
-        )
-        yield Damage(
-            "a chunk is too long",
-            storage,
-            _newest(_lengthen_chunk),
-            "instead of" if storage == "raw files zarr2" else _LONG[storage],
-        )
+        short, long = _SHORT.get(storage, "instead of"), _LONG.get(storage, "instead of")
+        yield Damage("a chunk is too short", storage, _newest(_shorten_chunk), short)
+        yield Damage("a chunk is too long", storage, _newest(_lengthen_chunk), long)
         yield Damage(
             "the metadata are missing", storage, _newest(lambda path: _metadata_file(path).unlink()), "is missing"
         )
@@ -289,6 +280,9 @@ def _damages() -> Iterator[Damage]:
         yield Damage(
             "a data file is cut, by an older Orbax", storage, _newest(_cut_data_file_of_old_orbax), "cut short"
         )
+
+
+def _strange_metadata() -> Iterator[Damage]:
     v2, v3 = "raw files zarr2", "raw files"
     yield Damage("separator _", v2, _set(dimension_separator="_"), "dimension_separator '_'")
     yield Damage("separator 3", v2, _set(dimension_separator=3), "dimension_separator 3")
@@ -324,6 +318,9 @@ def _damages() -> Iterator[Damage]:
         "a type of leaf that is not Orbax's", "default", _newest(_set_type("my.module.Leaf")), "'my.module.Leaf'"
     )
     yield Damage("a leaf becomes None", "default", _newest(_set_type("None")), "b is missing")
+
+
+def _layouts_of_zarr2() -> Iterator[Damage]:
     for name, metadata in {
         "blosc": {"compressor": {"id": "blosc"}},
         "zlib": {"compressor": {"id": "zlib", "level": 1}},
@@ -339,14 +336,13 @@ def _damages() -> Iterator[Damage]:
         "fill value 7": {"compressor": None, "dtype": "<f4", "fill_value": 7.0},
     }.items():
         yield Damage(f"zarr2, {name}", None, _write(driver="zarr", metadata=metadata), _RIGHT)
-    gzip, blosc = (
-        {"name": "gzip", "configuration": {"level": 1}},
-        {"name": "blosc", "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "shuffle"}},
-    )
-    zstd, order = (
-        {"name": "zstd", "configuration": {"level": 1}},
-        {"name": "transpose", "configuration": {"order": [1, 0]}},
-    )
+
+
+def _layouts_of_zarr3() -> Iterator[Damage]:
+    gzip = {"name": "gzip", "configuration": {"level": 1}}
+    blosc = {"name": "blosc", "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "shuffle"}}
+    zstd = {"name": "zstd", "configuration": {"level": 1}}
+    order = {"name": "transpose", "configuration": {"order": [1, 0]}}
     big = {"name": "bytes", "configuration": {"endian": "big"}}
     for name, metadata in {
         "gzip": {"codecs": [_BYTES, gzip]},
@@ -367,6 +363,9 @@ def _damages() -> Iterator[Damage]:
         "rows with padding": {"codecs": [_BYTES], "chunk_grid": _grid([20, 32])},
     }.items():
         yield Damage(f"zarr3, {name}", None, _write(driver="zarr3", metadata=metadata), _RIGHT)
+
+
+def _differences_of_leaves() -> Iterator[Damage]:
     yield Damage("chunks of zeros are left out, no _METADATA", None, _write_zeros, "leaves out chunks")
     yield Damage("int4 differs", None, _other_leaf(lambda n: jnp.full(4, n, jnp.int4)), "int4")
     yield Damage("complex differs", None, _other_leaf(lambda n: jnp.full(4, n, jnp.complex64)), "complex64")
@@ -384,6 +383,9 @@ def _damages() -> Iterator[Damage]:
     yield Damage("a single array", None, lambda path, number: save_tree(path, jnp.ones(3) * number), "single array")
 
 
+_GROUPS = (_missing_data, _strange_metadata, _layouts_of_zarr2, _layouts_of_zarr3, _differences_of_leaves)
+
+
 def damage_cells() -> list[tuple[str, Callable[[Path, Path], str]]]:
     """List (name, function of the package and an empty directory that returns the verdict)."""
     return [
@@ -391,5 +393,6 @@ def damage_cells() -> list[tuple[str, Callable[[Path, Path], str]]]:
             f"{damage.storage or 'tensorstore'} | {damage.name}",
             lambda package, root, damage=damage: _run(damage, package, root),
         )
-        for damage in _damages()
+        for list_damages in _GROUPS
+        for damage in list_damages()
     ]

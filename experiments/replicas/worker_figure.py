@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from worker_page import MODELS, gain_in_time, ground_of, is_known, seed_losses
+from worker_estimates import MODELS, gain_in_time, is_known, seed_losses
+from worker_page import ground_of
 from worker_settings import (
     BOTH,
     DILOCO,

@@ -13,6 +13,7 @@ import pytest
 import sent_bytes
 import tiny
 import traffic
+import worker_estimates
 import worker_figure
 import worker_page
 import worker_readouts
@@ -25,6 +26,7 @@ from pma_jax.config import ReplicasConfig
 from pma_jax.replicas import fragments, method, quantize, sparta
 from pma_jax.replicas.method import Sync
 from pma_jax.studies import experiment, pages
+from pma_jax.studies.statistics import MeanInterval
 from pma_jax.studies.study import Study
 from pma_jax.studies.tuning import TUNING_SEEDS
 
@@ -239,8 +241,8 @@ def test_page_has_an_interval_with_each_figure_and_answers_the_question(ground):
     assert pages.find_bare_figures(text) == []
     assert all(f"### {number}." in text for number in range(1, 7))
     base = worker_page.base_name(results)
-    assert worker_page.interaction(results, base).mean == pytest.approx(0.04, abs=0.005)
-    assert worker_page.remaining_share(results, base).mean == pytest.approx(0.2, abs=0.1)
+    assert worker_estimates.interaction(results, base).mean == pytest.approx(0.04, abs=0.005)
+    assert worker_estimates.remaining_share(results, base).mean == pytest.approx(0.2, abs=0.1)
     assert "largely overlap" in worker_page.answer(results)
     assert text.count("so that others may be better: `K=4, H=32` (`schedule.peak_rate=0.002`).") == 1
     row = worker_page.summarize(results)
@@ -252,7 +254,7 @@ def test_no_share_of_a_loss_by_averaging_over_workers_is_claimed(ground):
     results = made_up_results(ground)
     nats = results["settings"]["K=4, H=never"]["nats"]
     nats["worker"], nats["mean"] = nats["mean"], nats["worker"]
-    assert worker_page.remaining_share(results, "K=4, H=never") is None
+    assert worker_estimates.remaining_share(results, "K=4, H=never") is None
     assert "`K=4, H=never`: averaging over workers does not clearly gain" in worker_page.report(results)
 
 
@@ -275,7 +277,7 @@ def test_page_says_which_settings_diverged(ground):
     ],
 )
 def test_answer_claims_no_more_than_the_interval_shows(interval, words):
-    share = worker_page.MeanInterval(*interval, 8) if interval else None
+    share = MeanInterval(*interval, 8) if interval else None
     assert words in worker_page.describe_share(share)
 
 

@@ -1,0 +1,61 @@
+"""What the page states of results.json: the losses of settings, their differences, and shares of gains."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pma_jax.studies.statistics import MeanEstimate, MeanInterval, estimate_over_documents, ratio_of_means
+
+Model = tuple[str, str]  # a setting, and which of its models: mean, merged mean, worker, merged worker
+MODELS = ("worker", "mean", "merged worker", "merged mean")
+
+
+def is_known(results: dict[str, Any], name: str) -> bool:
+    """Return whether a setting was measured, and did not diverge."""
+    return "nats" in results["settings"].get(name, {})
+
+
+def losses_SD(results: dict[str, Any], model: Model) -> np.ndarray:
+    """Return the losses of a model, nats per token, of each seed and document.
+
+    A setting without workers of its own has one worker, or equal ones: they are the mean.
+    """
+    name, readout = model
+    measured = results["settings"][name]
+    nats = measured["nats"].get(readout) or measured["nats"][readout.replace("worker", "mean")]
+    return np.array(nats) / np.array(measured["document_tokens"])
+
+
+def combine(results: dict[str, Any], plus: Sequence[Model], minus: Sequence[Model]) -> MeanEstimate:
+    """Estimate the sum of the losses of some models less that of others, over the seeds that all of them have."""
+    count = min(len(losses_SD(results, model)) for model in (*plus, *minus))
+    total_SD = sum(losses_SD(results, model)[:count] for model in plus)
+    total_SD = total_SD - sum(losses_SD(results, model)[:count] for model in minus)
+    return estimate_over_documents(total_SD, results["settings"][plus[0][0]]["document_tokens"])
+
+
+def seed_losses(results: dict[str, Any], model: Model) -> list[float]:
+    """Return the loss of a model, one per seed."""
+    tokens_D = np.array(results["settings"][model[0]]["document_tokens"])
+    return (losses_SD(results, model) @ tokens_D / tokens_D.sum()).tolist()
+
+
+def gain_in_time(results: dict[str, Any], name: str, of: str = "mean") -> MeanEstimate:
+    """Estimate what merging in time gains: the loss of the newest snapshot less that of the merge."""
+    return combine(results, [(name, of)], [(name, f"merged {of}")])
+
+
+def interaction(results: dict[str, Any], name: str) -> MeanEstimate:
+    """Estimate how much less averaging over workers gains once their snapshots are merged in time."""
+    return combine(results, [(name, "worker"), (name, "merged mean")], [(name, "mean"), (name, "merged worker")])
+
+
+def remaining_share(results: dict[str, Any], name: str) -> MeanInterval | None:
+    """Return the share of the gain of averaging over workers that is left once merged in time.
+
+    None if the gain is not clearly above 0: a share of it then means nothing.
+    """
+    worker, mean, merged_worker, merged_mean = (np.array(seed_losses(results, (name, m))) for m in MODELS)
+    gain = worker - mean
+    return ratio_of_means(merged_worker - merged_mean, gain) if gain.mean() > 0 else None
