@@ -1,8 +1,9 @@
 """Estimate the machine time of an experiment's runs before they start, from the speeds of runs in the cache.
 
-Speeds are those of the size's runs in the cache of runs. If it has only the losses of such runs, the recorded seconds
-per token are taken, which may be those of another machine. For a size without any, short runs are trained and evaluated
-first, with the same model, batch and text.
+Speeds are those of the newest runs of the size's model in the cache of runs, with the same batch if there are such: the
+time of a token depends on the batch, and that of a shared machine on the hour. If the cache has only the losses of runs
+of the model, the recorded seconds per token are taken, which may be those of another machine. For a size without any,
+short runs are trained and evaluated first, with the same model, batch and text.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from pma_jax.studies.study import Study
 PROBE_DIVISOR = 16  # a run that measures the speed trains 1/16 of the size's tokens
 PROBE_UNITS = 4  # as many snapshots per token as 64 units of all tokens
 PROBE_SEED = 1000
+NEWEST = 8  # runs whose speeds are taken, which vary with what else the machine does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,15 @@ class Speed:
     start_seconds: float  # per run: compiling, and reading the text
     train_seconds: float  # per token, with the snapshots and evaluations of the run
     evaluate_seconds: float  # per token of held-out text and merge
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownSpeed:
+    """The speed of a run in the cache."""
+
+    speed: Speed
+    batch_sequences: int
+    finished: float  # seconds since the epoch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +55,7 @@ def estimate(study: Study, plan: Plan) -> CostEstimate:
     """Estimate the machine time of the runs that a plan lists, as far as they are not cached."""
     missing: dict[str, list[int]] = {}
     cached: dict[str, list[int]] = {}
-    speeds: dict[str, Speed] = {}
+    known: dict[str, list[KnownSpeed]] = {}
     trained, seconds = set(), 0.0
     for work in plan:
         train_tokens, evaluate_tokens = work.missing_tokens(study)
@@ -54,14 +65,15 @@ def estimate(study: Study, plan: Plan) -> CostEstimate:
         trained.add(work.training)
         (missing if is_missing else cached).setdefault(work.name, []).append(work.seed)
         if is_missing:
-            speed = speeds.get(work.size) or speeds.setdefault(work.size, measure_speed(study, work.size))
+            of_size = known.get(work.size) or known.setdefault(work.size, list_speeds(study, work.size))
+            speed = choose_speed(of_size, work.batch_sequences(study))
             seconds += speed.start_seconds if train_tokens else 0.0
             seconds += train_tokens * speed.train_seconds + evaluate_tokens * speed.evaluate_seconds
     return CostEstimate(seconds / 3600, missing, cached)
 
 
-def measure_speed(study: Study, size: str) -> Speed:
-    """Return the speed of the runs of a size; without any in the cache, train and evaluate short ones."""
+def list_speeds(study: Study, size: str) -> list[KnownSpeed]:
+    """Return the speeds of the runs of a size's model; without any in the cache, train and evaluate short ones."""
     config = study.trunk_config(size, study.seeds[0])
     known = list(_speeds(study, config)) or list(_recorded_speeds(study, config))
     if not known:
@@ -74,12 +86,19 @@ def measure_speed(study: Study, size: str) -> Speed:
             for i in range(2 * study.workers)
         ]
         complete_all(dataclasses.replace(study, runs_used={}), probes, study.workers)  # these are no results
-        known = sorted(_speeds(study, config), key=lambda speed: speed.start_seconds)[: study.workers]
+        known = sorted(_speeds(study, config), key=lambda one: one.speed.start_seconds)[: study.workers]
+    return known
+
+
+def choose_speed(known: Iterable[KnownSpeed], batch_sequences: int) -> Speed:
+    """Return the median speed of the newest runs, of those with the same batch if there are any."""
+    same = [one for one in known if one.batch_sequences == batch_sequences] or list(known)
+    newest = sorted(same, key=lambda one: one.finished)[-NEWEST:]
     names = [field.name for field in dataclasses.fields(Speed)]
-    return Speed(**{name: statistics.median(getattr(speed, name) for speed in known) for name in names})
+    return Speed(**{name: statistics.median(getattr(one.speed, name) for one in newest) for name in names})
 
 
-def _speeds(study: Study, config: Config) -> Iterable[Speed]:
+def _speeds(study: Study, config: Config) -> Iterable[KnownSpeed]:
     """Yield the speed of each finished run in the cache that has the model of `config` and was evaluated."""
     for run, trained, evaluated in _costs(study, config):
         if run_cache.has_losses_only(run):
@@ -92,15 +111,19 @@ def _speeds(study: Study, config: Config) -> Iterable[Speed]:
         share = (last["seconds"] - first["seconds"]) / last["seconds"] if last["seconds"] > first["seconds"] else 1.0
         per_token = share * trained["seconds"] / (last["tokens"] - first["tokens"])
         start = max(trained["seconds"] - per_token * trained["tokens"], 0.0)
-        yield Speed(start, per_token, evaluated["seconds"] / evaluated["tokens"])
+        yield _known(run, start, per_token, evaluated)
 
 
-def _recorded_speeds(study: Study, config: Config) -> Iterable[Speed]:
+def _recorded_speeds(study: Study, config: Config) -> Iterable[KnownSpeed]:
     """Yield the speed of each recorded run of the model of `config`; the start is part of the seconds per token."""
     for run, trained, evaluated in _costs(study, config):
         if run_cache.has_losses_only(run):
-            per_token = trained["seconds"] / trained["tokens"]
-            yield Speed(0.0, per_token, evaluated["seconds"] / evaluated["tokens"])
+            yield _known(run, 0.0, trained["seconds"] / trained["tokens"], evaluated)
+
+
+def _known(run: Run, start_seconds: float, train_seconds: float, evaluated: dict[str, float]) -> KnownSpeed:
+    speed = Speed(start_seconds, train_seconds, evaluated["seconds"] / evaluated["tokens"])
+    return KnownSpeed(speed, run.config.training.batch_size_sequences, run_cache.finish_time(run))
 
 
 def _costs(study: Study, config: Config) -> Iterable[tuple[Run, dict[str, float], dict[str, float]]]:

@@ -95,6 +95,10 @@ class PlannedRun:
         """What identifies the training of the run, whatever is evaluated."""
         return self.size, self.seed, self.changes, self.branch, self.units
 
+    def batch_sequences(self, study: Study) -> int:
+        """Return the sequences per step of the trunk."""
+        return study.trunk_config(self.size, self.seed, self.changes).training.batch_size_sequences
+
     def study(self, study: Study) -> Study:
         """Return the study with the units and the held-out text of this run."""
         units, tokens = self.units or study.units, self.evaluation_tokens or study.evaluation_tokens
@@ -185,6 +189,10 @@ class OtherWork:
     def training(self) -> Hashable:
         """What identifies the work."""
         return self.name, self.size, self.seed
+
+    def batch_sequences(self, study: Study) -> int:
+        """Return the sequences per step of the size; the work may have others."""
+        return study.trunk_config(self.size, self.seed).training.batch_size_sequences
 
     def missing_tokens(self, study: Study) -> tuple[int, int]:
         """Return the tokens to train and those to evaluate on."""

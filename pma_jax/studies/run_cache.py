@@ -254,6 +254,11 @@ def training_cost(run: Run) -> dict[str, float]:
     return {"seconds": seconds, "tokens": run.config.training.total_tokens - run.start_tokens}
 
 
+def finish_time(run: Run) -> float:
+    """Return when the last session of a run's training ended, in seconds since the epoch."""
+    return (run.path.parent / TRAINED).stat().mtime
+
+
 def machine_share() -> float:
     """Return the share of the machine's cores that this process may use."""
     return len(available_cores()) / (os.cpu_count() or 1)

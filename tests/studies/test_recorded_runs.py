@@ -13,7 +13,7 @@ from pma_jax.config.errors import UserError
 from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.studies import experiment, recorded_runs, run_cache
-from pma_jax.studies.estimate import PROBE_SEED, measure_speed
+from pma_jax.studies.estimate import PROBE_SEED, choose_speed, list_speeds
 from pma_jax.studies.planned import Branch, PlannedEvaluation, PlannedRun
 from pma_jax.studies.study import Study
 
@@ -113,7 +113,7 @@ def test_runs_that_measure_the_speed_of_a_machine_are_not_recorded(study, tmp_pa
 
 def test_recorded_seconds_estimate_the_time_without_a_run(elsewhere, monkeypatch):
     monkeypatch.setattr("pma_jax.studies.estimate.complete_all", lambda *_: pytest.fail("trains to measure the speed"))
-    speed = measure_speed(elsewhere, TRUNK.size)
+    speed = choose_speed(list_speeds(elsewhere, TRUNK.size), TRUNK.batch_sequences(elsewhere))
     costs = [run_cache.training_cost(run) for run in run_cache.finished_runs(elsewhere.cache)]
     per_token = [cost["seconds"] / cost["tokens"] for cost in costs]
     assert min(per_token) <= speed.train_seconds <= max(per_token)
