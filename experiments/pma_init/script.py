@@ -44,9 +44,9 @@ CONTINUED = ("data.package=scipy",)
 # Byte 0 ends each pair, so that packed pairs do not attend to each other.
 FUNCTIONS = ("data.task=functions", "data.pair_bytes=512", "model.separator_token=0")
 TASKS = {
-    "continued training, fresh optimizer": Task(4, (0.25, 0.5, 1.0), CONTINUED, False),
-    "continued training, optimizer restored": Task(4, (0.25, 0.5, 1.0), CONTINUED, True),
-    "fine-tuning": Task(8, (0.1, 0.2, 0.5, 1.0), FUNCTIONS, False),
+    "continued training, fresh optimizer": Task(4, (0.5, 1.0, 2.0, 4.0), CONTINUED, False),
+    "continued training, optimizer restored": Task(4, (0.5, 1.0, 2.0, 4.0), CONTINUED, True),
+    "fine-tuning": Task(8, (0.25, 0.5, 1.0, 2.0), FUNCTIONS, False),
 }
 
 
