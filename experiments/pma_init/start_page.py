@@ -78,10 +78,17 @@ def describe_best(task: Mapping[str, Any], margin: float) -> str:
     verdict = pages.describe_difference(difference(task, rates, "end"), margin)
     text = task["text"]
     return (
-        f"At the end, each at its best rate (`x{rates[0]}` from the merge, `x{rates[1]}` from the last one; chosen "
-        f"on the part `select`), the merge against the last snapshot: {verdict}. Judged on {text['tokens']:,} tokens "
-        f"of {text['documents']} documents."
+        f"At the end, each at its best rate ({describe_rate(task, rates[0])} from the merge, "
+        f"{describe_rate(task, rates[1])} from the last one; chosen on the part `select`), the merge against the last "
+        f"snapshot: {verdict}. Judged on {text['tokens']:,} tokens of {text['documents']} documents."
     )
+
+
+def describe_rate(task: Mapping[str, Any], rate: str) -> str:
+    """Name a rate, and say if a better one may lie outside of those that were tried."""
+    tried = sorted(task["rates"], key=float)
+    edge = {tried[0]: ", the lowest that was tried,", tried[-1]: ", the highest that was tried,"}.get(rate, "")
+    return f"`x{rate}`{edge}"
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
