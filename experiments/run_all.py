@@ -12,12 +12,13 @@ Command:   python experiments/run_all.py --runs runs/science
 Each experiment first prints an estimate of its machine time, and which of its runs are cached. --runs stores trained
 runs and evaluated merges: the same command resumes an interrupted call, and after a completed one only redraws tables
 and figures. All other options, such as --jobs, --seeds and --config.KEY=VALUE, are passed to every script. If a script
-fails, the failure is reported, the others continue, and the exit status is 1.
+fails, the failure is reported, the others continue, and the exit status is 1. Second sizes of an experiment, which have
+fewer seeds, are a call of their own, which is left out if the command line chooses sizes or seeds.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pma_jax.launch.job import Job, Step
@@ -44,10 +45,12 @@ QUESTIONS = (
     "spike_recovery",
     "growth",
 )
+# Experiment -> options of the call that adds a second size to its results.
+SECOND_SIZES = {"anytime": ("--sizes", "science_long", "--seeds", "0,1,2,3,4", "--add")}
 
 
 def main() -> int:
-    """Run the scripts and return the exit status: 0 if all succeeded."""
+    """Run the scripts and return the exit status: 0 if all succeeded, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, help="directory of runs, shared by all experiments")
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="Q,Q", help="only these experiments")
@@ -66,7 +69,7 @@ def main() -> int:
     if not options.runs:
         parser.error("--runs is missing: give the directory of the runs")
     try:
-        failed = run_scripts(chosen, options.runs, options.out, rest)
+        failed = run_scripts(list_calls(chosen, rest), options.runs, options.out)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.status
@@ -77,24 +80,44 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def run_scripts(names: Sequence[str], runs: Path, out: Path | None, options: Sequence[str]) -> list[str]:
-    """Run the scripts of experiments with the local engine of `pma grid`.
+def list_calls(names: Sequence[str], options: Sequence[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """List the calls of experiments, in order: title -> (experiment, options).
 
     Args:
-        names: experiments, in order.
-        runs: directory of runs, shared by all experiments.
-        out: directory of the results, one subdirectory per experiment; None: next to each script.
-        options: passed to every script.
+        names: Experiments, in order.
+        options: Passed to every script.
+    """
+    given = {word.partition("=")[0] for word in options}
+    calls = {name: (name, tuple(options)) for name in names}
+    if given & {"--sizes", "--seeds", "--tiny", "--redraw"}:
+        return calls
+    for name in names:
+        second = SECOND_SIZES.get(name, ())
+        if "--estimate" in given:
+            second = tuple(word for word in second if word != "--add")
+        if second:
+            calls[f"{name} {' '.join(second)}"] = (name, (*options, *second))
+    return calls
+
+
+def run_scripts(calls: Mapping[str, tuple[str, Sequence[str]]], runs: Path, out: Path | None) -> list[str]:
+    """Run calls of experiments, one after the other, with the local engine of `pma grid`.
+
+    Args:
+        calls: As `list_calls` returns them.
+        runs: Directory of runs, shared by all experiments.
+        out: Directory of the results, one subdirectory per experiment; None: next to each script.
 
     Returns:
-        The names of the experiments that failed.
+        The titles of the calls that failed.
     """
 
-    def job(name: str) -> Job:
+    def job(title: str, name: str, options: Sequence[str]) -> Job:
         arguments = ["--runs", str(runs), *options, *(["--out", str(out / name)] if out else [])]
-        return Job(name, (Step(name, (sys.executable, str(FOLDER / name / "script.py"), *arguments)),))
+        return Job(title, (Step(name, (sys.executable, str(FOLDER / name / "script.py"), *arguments)),))
 
-    return list(run_jobs(list(map(job, names)), 1, lambda line: print(line, file=sys.stderr, flush=True)))
+    jobs = [job(title, *call) for title, call in calls.items()]
+    return list(run_jobs(jobs, 1, lambda line: print(line, file=sys.stderr, flush=True)))
 
 
 if __name__ == "__main__":

@@ -142,6 +142,24 @@ def test_run_all_lists_every_question():
     assert set(NAMES) <= set(load_module(FOLDER / "run_all.py").QUESTIONS)
 
 
+@pytest.mark.parametrize(
+    ("options", "of_anytime"),
+    [
+        (
+            ["--jobs", "2"],
+            [["--jobs", "2"], ["--jobs", "2", "--sizes", "science_long", "--seeds", "0,1,2,3,4", "--add"]],
+        ),
+        (["--estimate"], [["--estimate"], ["--estimate", "--sizes", "science_long", "--seeds", "0,1,2,3,4"]]),
+        (["--sizes=dense_1b"], [["--sizes=dense_1b"]]),
+        (["--tiny"], [["--tiny"]]),
+    ],
+)
+def test_run_all_adds_second_sizes_unless_the_command_line_chooses_them(options, of_anytime):
+    calls = load_module(FOLDER / "run_all.py").list_calls(["anytime", "weights"], options)
+    assert [list(given) for name, given in calls.values() if name == "anytime"] == of_anytime
+    assert [list(given) for name, given in calls.values() if name == "weights"] == [options]
+
+
 @pytest.mark.slow
 def test_run_all_continues_after_a_failure_and_reports_it(workspace, runs, tmp_path):
     command = [sys.executable, str(FOLDER / "run_all.py")]

@@ -30,7 +30,7 @@ RATES, BATCHES = (-1, 0, 1, 2), (-1, 0)  # of the first grid, in factors of 2 of
 FINALISTS = 3  # settings of each shape that are measured on all seeds
 SHAPES_KEPT = 2  # that are searched at every horizon
 EXPECTED_SETTINGS = 7  # per shape, horizon and search, for the estimate of the machine time
-DEFAULTS = {"sizes": ("science_small", "science_large"), "seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
+DEFAULTS = {"sizes": ("science_small", "science_long"), "seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
 
 
 class Shape(NamedTuple):

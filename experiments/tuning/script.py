@@ -35,7 +35,7 @@ STATIONARY = ("science_long",)  # sizes of which only settings are tried at whic
 STATIONARY_AXES = (*FINE_AXES[:2], Axis(DECAY, 0.1, 2))
 EXPECTED_SETTINGS = 9  # with all tokens, for the estimate of the machine time
 CONTENDERS = ("raw", "merged")
-DEFAULTS = {"sizes": (*SIZES, *STATIONARY), "seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
+DEFAULTS = {"sizes": (SIZES[0], *STATIONARY), "seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
 
 
 def plan(study: Study) -> Plan:
