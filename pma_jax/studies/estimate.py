@@ -47,29 +47,33 @@ class CostEstimate:
     """The machine time of an experiment, and which of its runs are in the cache: seeds by the name of the runs."""
 
     hours: float  # of this machine, if the runs keep all its cores busy
+    dependent_hours: float  # the part of `dependent`, as if nothing of it were cached
     missing: dict[str, list[int]]
+    dependent: dict[str, list[int]]  # work of which the runs are only known once there are results of others
     cached: dict[str, list[int]]
 
 
 def estimate(study: Study, plan: Plan) -> CostEstimate:
     """Estimate the machine time of the runs that a plan lists, as far as they are not cached."""
-    missing: dict[str, list[int]] = {}
-    cached: dict[str, list[int]] = {}
+    missing, dependent, cached = ({} for _ in range(3))
     known: dict[str, list[KnownSpeed]] = {}
-    trained, seconds = set(), 0.0
+    trained, hours = set(), {"missing": 0.0, "dependent": 0.0}
     for work in plan:
         train_tokens, evaluate_tokens = work.missing_tokens(study)
-        is_missing = train_tokens or evaluate_tokens
+        is_planned = isinstance(work, PlannedRun)
+        if not (train_tokens or evaluate_tokens):
+            cached.setdefault(work.name, []).append(work.seed)
+            continue
         if work.training in trained:  # a run is trained once, however often a plan lists it
             train_tokens = 0
         trained.add(work.training)
-        (missing if is_missing else cached).setdefault(work.name, []).append(work.seed)
-        if is_missing:
-            of_size = known.get(work.size) or known.setdefault(work.size, list_speeds(study, work.size))
-            speed = choose_speed(of_size, work.batch_sequences(study))
-            seconds += speed.start_seconds if train_tokens else 0.0
-            seconds += train_tokens * speed.train_seconds + evaluate_tokens * speed.evaluate_seconds
-    return CostEstimate(seconds / 3600, missing, cached)
+        (missing if is_planned else dependent).setdefault(work.name, []).append(work.seed)
+        of_size = known.get(work.size) or known.setdefault(work.size, list_speeds(study, work.size))
+        speed = choose_speed(of_size, work.batch_sequences(study))
+        seconds = speed.start_seconds if train_tokens else 0.0
+        seconds += train_tokens * speed.train_seconds + evaluate_tokens * speed.evaluate_seconds
+        hours["missing" if is_planned else "dependent"] += seconds / 3600
+    return CostEstimate(sum(hours.values()), hours["dependent"], missing, dependent, cached)
 
 
 def list_speeds(study: Study, size: str) -> list[KnownSpeed]:
@@ -138,7 +142,10 @@ def _costs(study: Study, config: Config) -> Iterable[tuple[Run, dict[str, float]
 
 def describe_estimate(name: str, estimated: CostEstimate) -> str:
     """Format an estimate: the hours, then one line for each group of runs that differ in the seed only."""
-    lines = [f"{name}: about {estimated.hours:.2f} machine hours"]
-    for state, runs in (("cached", estimated.cached), ("to do", estimated.missing)):
+    first = f"{name}: about {estimated.hours:.2f} machine hours"
+    if estimated.dependent:
+        first += f", {estimated.dependent_hours:.2f} of them for runs that depend on results, less if they are cached"
+    lines, groups = [first], {"cached": estimated.cached, "to do": estimated.missing}
+    for state, runs in (groups | {"depends on results": estimated.dependent}).items():
         lines += [f"  {state}: {run}, seeds {', '.join(map(str, dict.fromkeys(s)))}" for run, s in runs.items()]
     return "\n".join(lines)

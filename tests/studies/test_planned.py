@@ -36,9 +36,10 @@ def test_runs_are_completed_once_and_then_cached(study):
     assert [work.missing_tokens(study) for work in plan] == [(0, 0), (0, 0), (0, 0), (0, 4000)]
     estimated = estimate(study, plan)
     assert estimated.cached == {"science_small": [0, 1], "science_small, cosine decay from unit 12 to 16": [0]}
-    assert estimated.missing == {"fits": [0]} and 0 < estimated.hours < 0.1
+    assert estimated.dependent == {"fits": [0]} and not estimated.missing
+    assert 0 < estimated.hours == estimated.dependent_hours < 0.1
     text = describe_estimate("stable_phase", estimated)
-    assert "cached: science_small, seeds 0, 1" in text and "to do: fits, seeds 0" in text
+    assert "cached: science_small, seeds 0, 1" in text and "depends on results: fits, seeds 0" in text
     new = PlannedRun("science_small", 9)
     once, twice = (estimate(study, [new] * count).hours for count in (1, 2))
     branched = estimate(study, [new, dataclasses.replace(new, branch=Branch(12, 16))]).hours
