@@ -23,7 +23,7 @@ from pma_jax.studies import pages
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.planned import Branch, Plan, PlannedEvaluation, PlannedRun
-from pma_jax.studies.statistics import mean_interval, paired_difference
+from pma_jax.studies.statistics import MeanEstimate, find_clear, mean_interval, paired_estimate
 from pma_jax.studies.study import Study
 
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
@@ -32,7 +32,10 @@ SHARES = (0.25, 0.5, 0.75)  # of a run that a forecast uses
 RATES, BATCHES, DECAYS = (0.25, 0.5, 2.0, 4.0), (0.5, 2.0), (0.1, 0.5)
 SWEEP_DIVISOR, SWEEP_UNITS = 4, 32  # a run of the sweep takes 1/4 of a trunk's tokens, in 32 units
 ENDS = (4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # where a trunk is evaluated, in 32nds of its length
+NEWEST = 4  # forecasts use means of the newest snapshots: those so far, divided by this
 MODELS = ("raw", "sma", "block/sma")
+SMOOTHED = "raw, mean of losses"  # of the same snapshots of which the merges are means
+RANKED_BY = (MODELS[0], SMOOTHED, *MODELS[1:])
 ANNEALED = "annealed, another seed"  # a ranking by the annealed losses of one seed: as good as a forecast can be
 
 
@@ -56,18 +59,24 @@ def sweep_settings(study: Study, size: str) -> dict[str, tuple[str, ...]]:
 def sweep_runs(study: Study, size: str, changes: tuple[str, ...], seed: int) -> tuple[PlannedRun, PlannedRun]:
     """Return the run of a setting and its annealed branch; forecasts are not judged on the text of the truth."""
     marks = [int(SWEEP_UNITS * share) for share in (*SHARES, 1.0)]
-    evaluations = tuple(PlannedEvaluation(tuple(cells(unit // 4).values()), (unit,), SELECT) for unit in marks)
+    evaluations = [PlannedEvaluation(tuple(cells(unit // NEWEST).values()), (unit,), SELECT) for unit in marks]
+    evaluations += [PlannedEvaluation((RAW,), newest_units(unit), SELECT) for unit in marks]
     branch, last = Branch(SWEEP_UNITS * 3 // 4, SWEEP_UNITS), PlannedEvaluation((RAW,), (SWEEP_UNITS,), REPORT)
     return (
-        PlannedRun(size, seed, changes, None, evaluations, SWEEP_UNITS),
+        PlannedRun(size, seed, changes, None, tuple(evaluations), SWEEP_UNITS),
         PlannedRun(size, seed, changes, branch, (last,), SWEEP_UNITS),
     )
+
+
+def newest_units(unit: int) -> tuple[int, ...]:
+    """Return the units of the newest snapshots at `unit`, of which forecasts use the mean."""
+    return tuple(range(unit - unit // NEWEST + 1, unit + 1))
 
 
 def curve_runs(study: Study, size: str, seed: int) -> tuple[PlannedRun, PlannedRun]:
     """Return the trunk of a seed with its positions, and the branch that is annealed over its last quarter."""
     evaluations = tuple(
-        PlannedEvaluation(tuple(cells(max(at // 8, 1)).values()), (at,), REPORT) for at in curve_ends(study)
+        PlannedEvaluation(tuple(cells(max(at // NEWEST, 1)).values()), (at,), REPORT) for at in curve_ends(study)
     )
     branch, last = Branch(study.units * 3 // 4, study.units), PlannedEvaluation((RAW,), (study.units,), REPORT)
     return PlannedRun(size, seed, (), None, evaluations), PlannedRun(size, seed, (), branch, (last,))
@@ -109,14 +118,17 @@ def measure_sweep(study: Study, size: str) -> dict[str, dict[str, Any]]:
         entry: dict[str, Any] = {"annealed": [small.loss(branch.get(study)) for _, branch in runs]}
         for share in (*SHARES, 1.0):
             unit = int(SWEEP_UNITS * share)
-            each = [small.losses(run.get(study), cells(unit // 4).values(), [unit], SELECT) for run, _ in runs]
-            entry[f"{share:g}"] = {key: [x[cell, unit] for x in each] for key, cell in cells(unit // 4).items()}
+            merges = cells(unit // NEWEST)
+            each = [small.losses(run.get(study), merges.values(), [unit], SELECT) for run, _ in runs]
+            entry[f"{share:g}"] = {key: [x[cell, unit] for x in each] for key, cell in merges.items()}
+            raw = [small.losses(run.get(study), [RAW], newest_units(unit), SELECT) for run, _ in runs]
+            entry[f"{share:g}"][SMOOTHED] = [float(np.mean(list(x.values()))) for x in raw]
         measured[name] = entry
     return measured
 
 
 def measure_curves(study: Study, size: str) -> dict[str, Any]:
-    """Return losses along the trunks, of merges that span an eighth of the tokens so far, and of annealed branches.
+    """Return losses along the trunks, of means of the newest quarter of the snapshots, and of annealed branches.
 
     Returns:
         "tokens": positions; each model and "annealed": losses, [positions, seeds] and [seeds].
@@ -124,7 +136,7 @@ def measure_curves(study: Study, size: str) -> dict[str, Any]:
     runs = [curve_runs(study, size, seed) for seed in study.seeds]
     curves: dict[str, Any] = {name: [] for name in MODELS}
     for end in curve_ends(study):
-        chosen = cells(max(end // 8, 1))
+        chosen = cells(max(end // NEWEST, 1))
         each = [study.losses(run.get(study), chosen.values(), [end]) for run, _ in runs]
         for name, cell in chosen.items():
             curves[name].append([x[cell, end] for x in each])
@@ -189,23 +201,59 @@ def report(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def rankings_of(size: Mapping[str, Any]) -> dict[tuple[float, str], dict[str, list[float]]]:
+    """Return how well each forecast ranks the settings, by the share of the run that it uses and its name."""
+    listed = [(share, name) for share in (*SHARES, 1.0) for name in RANKED_BY]
+    return {(share, name): judge_ranking(size, name, share) for share, name in [*listed, (1.0, ANNEALED)]}
+
+
+def against_mean_loss(
+    rankings: Mapping[tuple[float, str], dict[str, list[float]]],
+) -> dict[tuple[float, str], MeanEstimate]:
+    """Estimate the tau of each forecast less that by the mean raw loss, for the same share of the run."""
+    return {
+        (share, name): paired_estimate(judged["tau"], rankings[share, SMOOTHED]["tau"])
+        for (share, name), judged in rankings.items()
+        if name != SMOOTHED
+    }
+
+
+def judge_rankings(size: Mapping[str, Any]) -> dict[tuple[float, str], str]:
+    """Say of each forecast whether its tau is "better" or "worse" than that of `SMOOTHED`, or "not shown"."""
+    estimates = against_mean_loss(rankings_of(size))
+    clear = find_clear(list(estimates.values()))
+    verdicts = ["better" if one.mean > 0 else "worse" for one in estimates.values()]
+    return {
+        key: said if is_clear else "not shown" for key, said, is_clear in zip(estimates, verdicts, clear, strict=True)
+    }
+
+
 def format_rankings(size: Mapping[str, Any]) -> str:
     """Format how well rankings are forecast."""
-    rows = []
-    for share in (*SHARES, 1.0):
-        rankings = {name: judge_ranking(size, name, share) for name in (*MODELS, *([ANNEALED] if share == 1 else []))}
-        for name, judged in rankings.items():
-            less_raw = "" if name == "raw" else pages.format_difference(judged["tau"], rankings["raw"]["tau"], 2)
-            tau, lost = (mean_interval(judged[key]) for key in ("tau", "regret"))
-            shown = [pages.format_interval(tau, 2), less_raw, pages.format_interval(lost)]
-            rows.append([f"{share:.0%}", f"{1 - share:.0%}", name, *shown])
-    header = ["seen of the run", "tokens saved", "ranked by", "Kendall tau", "less that of raw", "regret, nats"]
+    rankings, rows = rankings_of(size), []
+    differences, verdicts = against_mean_loss(rankings), judge_rankings(size)
+    for (share, name), judged in rankings.items():
+        tau = pages.format_interval(mean_interval(judged["tau"]), 2)
+        less_raw = "" if name == SMOOTHED else pages.format_interval(differences[share, name].interval(), 2)
+        verdict = verdicts.get((share, name), "")
+        shown = [tau, less_raw, verdict, *describe_regret(judged["regret"])]
+        rows.append([f"{share:.0%}", f"{1 - share:.0%}", name, *shown])
+    header = ["seen of the run", "tokens saved", "ranked by", "Kendall tau", f"less that of `{SMOOTHED}`", "against it"]
     return (
         f"**Rankings** of {len(size['sweep'])} settings ({', '.join(size['sweep'])}) by losses on the part `select`, "
         "compared with that by the annealed loss, its mean over the other seeds. An annealed run takes as many tokens "
-        "as a full run at a constant rate, so tokens that the forecast does not use are saved. Intervals are over "
-        "seeds.\n\n" + pages.format_table(header, rows)
+        "as a full run at a constant rate, so tokens that the forecast does not use are saved. The regret is the "
+        "annealed loss of the setting that a forecast puts first, less the lowest. Intervals are over seeds; better "
+        "and worse with at most 5% false findings (Benjamini and Hochberg).\n\n"
+        + pages.format_table([*header, "seeds that put the best first", "regret, nats"], rows)
     )
+
+
+def describe_regret(regrets: Sequence[float]) -> tuple[str, str]:
+    """Return how many seeds put the best setting first, and the mean regret, with its interval if any seed has some."""
+    right = sum(regret == 0 for regret in regrets)
+    shown = "0" if right == len(regrets) else pages.format_interval(mean_interval(regrets))
+    return f"{right} of {len(regrets)}", shown
 
 
 def curve_errors(size: Mapping[str, Any], name: str, share: float) -> list[float] | None:
@@ -235,25 +283,25 @@ def format_curves(size: Mapping[str, Any]) -> str:
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
-    """Summarize the forecast rankings after a quarter and three quarters, and the forecast of the annealed loss."""
+    """Summarize the rankings by means of points, and the forecast of the annealed loss."""
     verdicts, effects = [], []
     for name, size in results["sizes"].items():
-        for share in (SHARES[0], SHARES[-1]):
-            raw, merged = (judge_ranking(size, model, share) for model in ("raw", "sma"))
-            tau, lost = (pages.format_interval(mean_interval(merged[key]), 3) for key in ("tau", "regret"))
-            verdicts.append(
-                f"{name}, from {share:.0%} of the run: the ranking by means has a tau of {tau}, a regret of {lost} nats"
-            )
-            less = pages.format_interval(paired_difference(merged["tau"], raw["tau"]), 2)
-            effects.append(f"{name}, tau at {share:.0%}, mean less raw: {less}")
+        differences, said = against_mean_loss(rankings_of(size)), judge_rankings(size)
+        each = [f"{said[share, 'sma']} at {share:.0%}" for share in SHARES]
+        verdicts.append(
+            f"{name}: rankings of {len(size['sweep'])} settings by means of the newest snapshots of a part of the run, "
+            f"against those by the mean loss of the same snapshots: {', '.join(each)}"
+        )
+        shown = [f"{share:.0%} {pages.format_interval(differences[share, 'sma'].interval(), 2)}" for share in SHARES]
+        effects.append(f"{name}: Kendall tau, loss of the mean, less mean of the losses: {', '.join(shown)}")
         errors = curve_errors(size, "sma", SHARES[-1])
         if errors:
-            shown = pages.format_interval(mean_interval(errors))
-            effects.append(f"annealed loss from {SHARES[-1]:.0%}, forecast less measured: {shown} nats")
+            found = pages.format_interval(mean_interval(errors))
+            effects.append(f"annealed loss, forecast from {SHARES[-1]:.0%} of the run less measured: {found} nats")
     return IndexRow(
         6,
         "Can it forecast the annealed model early?",
-        "Merging shows early what annealing will give (Section 4.2)",
+        "PMA, Section 4.2: merging shows early what annealing will give",
         "; ".join(verdicts),
         "; ".join(effects),
     )
@@ -264,7 +312,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
     shares, panels = [*SHARES, 1.0], []
     for size_name, size in results["sizes"].items():
         for key, title in (("tau", "Kendall tau with the annealed ranking"), ("regret", "regret, nats per token")):
-            judged = {name: [judge_ranking(size, name, share)[key] for share in shares] for name in MODELS}
+            judged = {name: [judge_ranking(size, name, share)[key] for share in shares] for name in RANKED_BY}
             lines = [interval_line(name, shares, [mean_interval(x) for x in of]) for name, of in judged.items()]
             panels.append(LinePanel(f"{size_name}: {title}", "share of the run seen", lines))
         curves = size["curves"]
