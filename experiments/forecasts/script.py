@@ -35,8 +35,9 @@ ENDS = (4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # where a trunk is evalu
 NEWEST = 4  # forecasts use means of the newest snapshots: those so far, divided by this
 MODELS = ("raw", "sma", "block/sma")
 SMOOTHED = "raw, mean of losses"  # of the same snapshots of which the merges are means
+HIGHEST_RATE = f"rate x{RATES[-1]:g}"  # without which the rankings are judged too
 RANKED_BY = (MODELS[0], SMOOTHED, *MODELS[1:])
-ANNEALED = "annealed, another seed"  # a ranking by the annealed losses of one seed: as good as a forecast can be
+ANNEALED = "annealed, another seed"  # a ranking by the annealed losses of one seed, which have noise too
 
 
 def cells(window: int) -> dict[str, Cell]:
@@ -179,17 +180,28 @@ def regret(forecast: ArrayLike, truth: ArrayLike) -> float:
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
-def judge_ranking(size: Mapping[str, Any], name: str, share: float) -> dict[str, list[float]]:
+def judge_ranking(
+    size: Mapping[str, Any], name: str, share: float, settings: Sequence[str] = (), own_seed: bool = False
+) -> dict[str, list[float]]:
     """Return Kendall's tau with the true ranking, and the regret of the best setting, of the forecast of each seed.
 
-    The truth of a seed is the mean annealed loss over the other seeds, so that one seed's noise is not taken for it.
+    Args:
+        size: An entry of the results.
+        name: The forecast.
+        share: Of the run that it uses.
+        settings: Those that are ranked; by default all.
+        own_seed: Take the annealed loss of the same seed for the truth. By default it is the mean over the other seeds,
+            so that one seed's noise is not taken for it.
     """
-    annealed_CS = np.array([setting["annealed"] for setting in size["sweep"].values()])
+    chosen = [size["sweep"][setting] for setting in settings or size["sweep"]]
+    annealed_CS = np.array([setting["annealed"] for setting in chosen])
     forecast_CS = annealed_CS
     if name != ANNEALED:
-        forecast_CS = np.array([setting[f"{share:g}"][name] for setting in size["sweep"].values()])
-    others_CS = (annealed_CS.sum(axis=1, keepdims=True) - annealed_CS) / (annealed_CS.shape[1] - 1)
-    pairs = list(zip(forecast_CS.T, others_CS.T, strict=True))
+        forecast_CS = np.array([setting[f"{share:g}"][name] for setting in chosen])
+    truth_CS = annealed_CS
+    if not own_seed:
+        truth_CS = (annealed_CS.sum(axis=1, keepdims=True) - annealed_CS) / (annealed_CS.shape[1] - 1)
+    pairs = list(zip(forecast_CS.T, truth_CS.T, strict=True))
     return {"tau": [kendall_tau(*pair) for pair in pairs], "regret": [regret(*pair) for pair in pairs]}
 
 
@@ -197,7 +209,7 @@ def report(results: dict[str, Any]) -> str:
     """Format the tables of both parts for each size."""
     parts = []
     for name, size in results["sizes"].items():
-        parts += [f"### {name}", format_rankings(size), format_curves(size)]
+        parts += [f"### {name}", format_rankings(size), format_other_truths(size), format_curves(size)]
     return "\n\n".join(parts)
 
 
@@ -241,12 +253,33 @@ def format_rankings(size: Mapping[str, Any]) -> str:
     header = ["seen of the run", "tokens saved", "ranked by", "Kendall tau", f"less that of `{SMOOTHED}`", "against it"]
     return (
         f"**Rankings** of {len(size['sweep'])} settings ({', '.join(size['sweep'])}) by losses on the part `select`, "
-        "compared with that by the annealed loss, its mean over the other seeds. An annealed run takes as many tokens "
-        "as a full run at a constant rate, so tokens that the forecast does not use are saved. The regret is the "
-        "annealed loss of the setting that a forecast puts first, less the lowest. Intervals are over seeds; better "
-        "and worse with at most 5% false findings (Benjamini and Hochberg).\n\n"
-        + pages.format_table([*header, "seeds that put the best first", "regret, nats"], rows)
+        "compared with that by the annealed loss (its mean over the seeds other than the forecast's, on `report`). "
+        "An annealed run takes as many tokens as a full run at a constant rate, so tokens that the forecast does "
+        "not use are saved. The regret is the annealed loss of the setting that a forecast puts first, less the "
+        "lowest. Intervals are over seeds; better and worse with at most 5% false findings (Benjamini and "
+        "Hochberg).\n\n" + pages.format_table([*header, "seeds that put the best first", "regret, nats"], rows)
     )
+
+
+def gain_in_tau(size: Mapping[str, Any], share: float, **way: Any) -> str:
+    """Format the tau of means of points less that of the mean loss; `way` is passed to `judge_ranking`."""
+    sma, losses = (judge_ranking(size, name, share, **way)["tau"] for name in ("sma", SMOOTHED))
+    return pages.format_interval(paired_estimate(sma, losses).interval(), 2) if sma != losses else "0"
+
+
+def others(size: Mapping[str, Any], left: str) -> list[str]:
+    """Return the settings without one."""
+    return [setting for setting in size["sweep"] if setting != left]
+
+
+def format_other_truths(size: Mapping[str, Any]) -> str:
+    """Format how much better means of points rank than mean losses do, with another truth and with fewer settings."""
+    ways: dict[str, dict[str, Any]] = {"as above": {}, "the truth is the same seed's annealed loss": {"own_seed": True}}
+    ways[f"without `{HIGHEST_RATE}`"] = {"settings": others(size, HIGHEST_RATE)}
+    ways["only settings of one rate"] = {"settings": [one for one in size["sweep"] if not one.startswith("rate")]}
+    rows = [[f"{share:.0%}", *(gain_in_tau(size, share, **way) for way in ways.values())] for share in (*SHARES, 1.0)]
+    table = pages.format_table(["seen of the run", *ways], rows)
+    return f"Kendall tau of `sma` less that of `{SMOOTHED}`, judged in other ways:\n\n{table}"
 
 
 def describe_regret(regrets: Sequence[float]) -> tuple[str, str]:
@@ -287,12 +320,13 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     verdicts, effects = [], []
     for name, size in results["sizes"].items():
         differences, said = against_mean_loss(rankings_of(size)), judge_rankings(size)
-        each = [f"{said[share, 'sma']} at {share:.0%}" for share in SHARES]
+        each = [f"{said[share, 'sma']} at {share:.0%}" for share in (*SHARES, 1.0)]
         verdicts.append(
             f"{name}: rankings of {len(size['sweep'])} settings by means of the newest snapshots of a part of the run, "
             f"against those by the mean loss of the same snapshots: {', '.join(each)}"
         )
         shown = [f"{share:.0%} {pages.format_interval(differences[share, 'sma'].interval(), 2)}" for share in SHARES]
+        shown[0] += f" (without {HIGHEST_RATE} {gain_in_tau(size, SHARES[0], settings=others(size, HIGHEST_RATE))})"
         effects.append(f"{name}: Kendall tau, loss of the mean, less mean of the losses: {', '.join(shown)}")
         errors = curve_errors(size, "sma", SHARES[-1])
         if errors:
