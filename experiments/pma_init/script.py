@@ -86,7 +86,8 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
     tasks = {name: describe_text(study, size, task) | {"rates": {}} for name, task in TASKS.items()}
     for (name, rate, start, seed), run in planned.items():
         of_rate = tasks[name]["rates"].setdefault(f"{rate:g}", {start: [] for start in STARTS})
-        of_rate[start].append(measure_run(study, run.get(study), merged(study, size, seed, STARTS[start])))
+        begin = merged(study, size, seed, STARTS[start])
+        of_rate[start].append(measure_run(study, run.get(study), begin, shows_norms=seed == study.seeds[0]))
     return study.describe_size(size) | {"tasks": tasks}
 
 
@@ -136,8 +137,15 @@ def judging(study: Study, config: Config) -> EvaluationConfig:
     return dataclasses.replace(config.evaluation, tokens=study.evaluation_tokens)
 
 
-def measure_run(study: Study, run: Run, start: Snapshot) -> dict[str, Any]:
-    """Return the losses of documents before the first step, at the first snapshot and the end, and gradient norms."""
+def measure_run(study: Study, run: Run, start: Snapshot, shows_norms: bool) -> dict[str, Any]:
+    """Return the losses of documents before the first step, at the first snapshot and the end, and gradient norms.
+
+    Args:
+        study: The study.
+        run: The run.
+        start: The weights that it started from.
+        shows_norms: Return the first gradient norms themselves, for a figure, and not only their roughness.
+    """
     config = dataclasses.replace(run.config, evaluation=judging(study, run.config))
     each = [start, run.snapshots[0], run.snapshots[-1]]
     sums = np.round(evaluate_merges(config, each, np.eye(len(each)), REPORT).sums, DECIMALS)
@@ -145,12 +153,12 @@ def measure_run(study: Study, run: Run, start: Snapshot) -> dict[str, Any]:
     (last,) = evaluate_merges(dataclasses.replace(config, evaluation=half), each[-1:], [[1]], SELECT).losses
     records = [r for r in run.metrics if r["kind"] == "train"]
     norms = [r["gradient_norm"] for r in records if r["tokens"] > run.start_tokens]
-    return {
+    shown = {"gradient_norms": [round(norm, 4) for norm in norms[:EARLY]]} if shows_norms else {}
+    return shown | {
         "begin": sums[0].tolist(),
         "early": sums[1].tolist(),
         "end": sums[2].tolist(),
         "select_end": last.loss,
-        "gradient_norms": [round(norm, 4) for norm in norms[:EARLY]],
         "early_roughness": roughness(norms[:EARLY]),
     }
 
