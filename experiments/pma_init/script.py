@@ -29,6 +29,7 @@ DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 STARTS = {"last": RAW, "merged": Cell("sma", 8)}
 EARLY = 100  # steps whose gradient norms are compared
 UNITS = 8  # snapshots of each run
+JUDGED = "the part `report` of the held-out text of each task, as said above, the same for both starts"
 
 
 class Task(NamedTuple):
@@ -65,7 +66,7 @@ def plan(study: Study) -> Plan:
 
 def measure(study: Study) -> dict[str, Any]:
     """Return losses and gradient norms of each task, rate and start, for each seed of every size."""
-    return {"sizes": {size: measure_size(study, size) for size in study.sizes}}
+    return {"judged": JUDGED, "sizes": {size: measure_size(study, size) for size in study.sizes}}
 
 
 def measure_size(study: Study, size: str) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         each = [f"{title}: {verdict}" for title, verdict in judge_ends(size, margin).items()]
         verdicts.append(f"{name}, each start at its best rate: {'; '.join(each)}")
         differences = [f"{title} {pages.format_interval(end.interval())}" for title, end in ends.items()]
-        effects.append(f"{name}, at the end: {'; '.join(differences)} nats")
+        effects.append(f"{name}, at the end, each on the held-out text of its task: {'; '.join(differences)} nats")
     return IndexRow(
         8,
         "PMA-init: is a merge the better start?",

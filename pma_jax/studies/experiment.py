@@ -136,16 +136,20 @@ def _write(folder: Path, results: dict[str, Any], figures: Mapping[str, bytes], 
 def render_results(report: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:
     """Return the README's generated section: the script's report, then where its numbers come from."""
     earlier = results.get("earlier", [])
-    calls = [describe_provenance(made, of_sizes=bool(earlier)) for made in (*earlier, results["made"])]
+    calls = [
+        describe_provenance(made, of_sizes=bool(earlier), judged=results.get("judged", ""))
+        for made in (*earlier, results["made"])
+    ]
     return "\n\n".join([report(results), *calls])
 
 
-def describe_provenance(made: dict[str, Any], of_sizes: bool = False) -> str:
+def describe_provenance(made: dict[str, Any], of_sizes: bool = False, judged: str = "") -> str:
     """Describe, in a sentence or two, the commit, the cost and the options that the numbers were made with.
 
     Args:
         made: The entry of results.json.
         of_sizes: Begin with the names of the sizes.
+        judged: On what models are judged, if not on the text of the study: the entry of results.json.
     """
     commit = f"Made at commit `{made['commit']}`" if made["commit"] else "Made outside of a repository"
     if of_sizes:
@@ -154,8 +158,8 @@ def describe_provenance(made: dict[str, Any], of_sizes: bool = False) -> str:
     return (
         f"{commit}: {made['runs']} runs of {made['tokens'] / 1e6:.1f}M tokens in {made['training_hours']:.2f} machine "
         f"hours (time of all cores; a run that several experiments use counts in each). Seeds "
-        f"{', '.join(map(str, made['seeds']))}; judged on {_describe_text(made)}, the same for every model{given}. All "
-        "numbers: [results.json](results.json)."
+        f"{', '.join(map(str, made['seeds']))}; judged on {judged or _describe_text(made)}{given}. All numbers: "
+        "[results.json](results.json)."
     )
 
 
@@ -163,7 +167,8 @@ def _describe_text(made: Mapping[str, Any]) -> str:
     """Describe the held-out text of results."""
     text = made["text"]
     judged = format_text(text["parts"][made["part"]])
-    return f"{judged} of the held-out text of {text['corpus']} (digest {text['corpus_digest'][:12]})"
+    digest = text["corpus_digest"][:12]
+    return f"{judged} of the held-out text of {text['corpus']} (digest {digest}), the same for every model"
 
 
 def _measure(
