@@ -12,8 +12,8 @@ Command:   python experiments/run_all.py --runs runs/science
 Each experiment first prints an estimate of its machine time, and which of its runs are cached. --runs stores trained
 runs and evaluated merges: the same command resumes an interrupted call, and after a completed one only redraws tables
 and figures. All other options, such as --jobs, --seeds and --config.KEY=VALUE, are passed to every script. If a script
-fails, the failure is reported, the others continue, and the exit status is 1. Second sizes of an experiment, which have
-fewer seeds, are a call of their own, which is left out if the command line chooses sizes or seeds.
+fails, the failure is reported, the others continue, and the exit status is 1. A second size of an experiment, with
+fewer seeds, is measured by another call of its script, unless the command line gives --sizes or --seeds.
 """
 
 import argparse
@@ -45,8 +45,8 @@ QUESTIONS = (
     "spike_recovery",
     "growth",
 )
-# Experiment -> options of the call that adds a second size to its results.
-SECOND_SIZES = {"anytime": ("--sizes", "science_long", "--seeds", "0,1,2,3,4", "--add")}
+# Experiment -> size and seeds of the call that adds a second size to its results.
+SECOND_SIZES = {"anytime": ("--sizes", "science_long", "--seeds", "0,1,2,3,4")}
 
 
 def main() -> int:
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def list_calls(names: Sequence[str], options: Sequence[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """List the calls of experiments, in order: title -> (experiment, options).
+    """List the calls of scripts, in order: title -> (experiment, options).
 
     Args:
         names: Experiments, in order.
@@ -91,12 +91,10 @@ def list_calls(names: Sequence[str], options: Sequence[str]) -> dict[str, tuple[
     calls = {name: (name, tuple(options)) for name in names}
     if given & {"--sizes", "--seeds", "--tiny", "--redraw"}:
         return calls
+    add = () if "--estimate" in given else ("--add",)  # a script refuses both
     for name in names:
-        second = SECOND_SIZES.get(name, ())
-        if "--estimate" in given:
-            second = tuple(word for word in second if word != "--add")
-        if second:
-            calls[f"{name} {' '.join(second)}"] = (name, (*options, *second))
+        if second := SECOND_SIZES.get(name):
+            calls[f"{name} {' '.join(second)}"] = (name, (*options, *second, *add))
     return calls
 
 

@@ -168,7 +168,7 @@ def tokens_of(size: Mapping[str, Any]) -> list[float]:
     return next(iter(size["measured"][BASE].values()))["document_tokens"]
 
 
-# What is called the gain of merging: which model less the merged one, and the model whose best rate the first one has.
+# Definitions of the gain of merging: name -> (which model less the merged one, whose best rate that model trains at).
 GAINS = {
     "own rates": ("raw", "raw"),
     "same run": ("raw", "merged"),

@@ -32,11 +32,11 @@ SHARES = (0.25, 0.5, 0.75)  # of a run that a forecast uses
 RATES, BATCHES, DECAYS = (0.25, 0.5, 2.0, 4.0), (0.5, 2.0), (0.1, 0.5)
 SWEEP_DIVISOR, SWEEP_UNITS = 4, 32  # a run of the sweep takes 1/4 of a trunk's tokens, in 32 units
 ENDS = (4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # where a trunk is evaluated, in 32nds of its length
-NEWEST = 4  # forecasts use means of the newest snapshots: those so far, divided by this
+NEWEST_DIVISOR = 4  # forecasts use the newest quarter of the snapshots so far
 MODELS = ("raw", "sma", "block/sma")
-SMOOTHED = "raw, mean of losses"  # of the same snapshots of which the merges are means
-HIGHEST_RATE = f"rate x{RATES[-1]:g}"  # without which the rankings are judged too
-RANKED_BY = (MODELS[0], SMOOTHED, *MODELS[1:])
+MEAN_LOSS = "raw, mean of losses"  # of the same snapshots of which the merges are means
+HIGHEST_RATE = f"rate x{RATES[-1]:g}"  # the setting without which the rankings are judged too
+RANKED_BY = (MODELS[0], MEAN_LOSS, *MODELS[1:])
 ANNEALED = "annealed, another seed"  # a ranking by the annealed losses of one seed, which have noise too
 
 
@@ -60,7 +60,7 @@ def sweep_settings(study: Study, size: str) -> dict[str, tuple[str, ...]]:
 def sweep_runs(study: Study, size: str, changes: tuple[str, ...], seed: int) -> tuple[PlannedRun, PlannedRun]:
     """Return the run of a setting and its annealed branch; forecasts are not judged on the text of the truth."""
     marks = [int(SWEEP_UNITS * share) for share in (*SHARES, 1.0)]
-    evaluations = [PlannedEvaluation(tuple(cells(unit // NEWEST).values()), (unit,), SELECT) for unit in marks]
+    evaluations = [PlannedEvaluation(tuple(cells(newest_count(unit)).values()), (unit,), SELECT) for unit in marks]
     evaluations += [PlannedEvaluation((RAW,), newest_units(unit), SELECT) for unit in marks]
     branch, last = Branch(SWEEP_UNITS * 3 // 4, SWEEP_UNITS), PlannedEvaluation((RAW,), (SWEEP_UNITS,), REPORT)
     return (
@@ -69,15 +69,20 @@ def sweep_runs(study: Study, size: str, changes: tuple[str, ...], seed: int) -> 
     )
 
 
+def newest_count(unit: int) -> int:
+    """Return how many of the newest snapshots forecasts use at `unit`."""
+    return max(unit // NEWEST_DIVISOR, 1)
+
+
 def newest_units(unit: int) -> tuple[int, ...]:
     """Return the units of the newest snapshots at `unit`, of which forecasts use the mean."""
-    return tuple(range(unit - unit // NEWEST + 1, unit + 1))
+    return tuple(range(unit - newest_count(unit) + 1, unit + 1))
 
 
 def curve_runs(study: Study, size: str, seed: int) -> tuple[PlannedRun, PlannedRun]:
     """Return the trunk of a seed with its positions, and the branch that is annealed over its last quarter."""
     evaluations = tuple(
-        PlannedEvaluation(tuple(cells(max(at // NEWEST, 1)).values()), (at,), REPORT) for at in curve_ends(study)
+        PlannedEvaluation(tuple(cells(newest_count(at)).values()), (at,), REPORT) for at in curve_ends(study)
     )
     branch, last = Branch(study.units * 3 // 4, study.units), PlannedEvaluation((RAW,), (study.units,), REPORT)
     return PlannedRun(size, seed, (), None, evaluations), PlannedRun(size, seed, (), branch, (last,))
@@ -119,11 +124,11 @@ def measure_sweep(study: Study, size: str) -> dict[str, dict[str, Any]]:
         entry: dict[str, Any] = {"annealed": [small.loss(branch.get(study)) for _, branch in runs]}
         for share in (*SHARES, 1.0):
             unit = int(SWEEP_UNITS * share)
-            merges = cells(unit // NEWEST)
+            merges = cells(newest_count(unit))
             each = [small.losses(run.get(study), merges.values(), [unit], SELECT) for run, _ in runs]
             entry[f"{share:g}"] = {key: [x[cell, unit] for x in each] for key, cell in merges.items()}
             raw = [small.losses(run.get(study), [RAW], newest_units(unit), SELECT) for run, _ in runs]
-            entry[f"{share:g}"][SMOOTHED] = [float(np.mean(list(x.values()))) for x in raw]
+            entry[f"{share:g}"][MEAN_LOSS] = [float(np.mean(list(x.values()))) for x in raw]
         measured[name] = entry
     return measured
 
@@ -137,7 +142,7 @@ def measure_curves(study: Study, size: str) -> dict[str, Any]:
     runs = [curve_runs(study, size, seed) for seed in study.seeds]
     curves: dict[str, Any] = {name: [] for name in MODELS}
     for end in curve_ends(study):
-        chosen = cells(max(end // NEWEST, 1))
+        chosen = cells(newest_count(end))
         each = [study.losses(run.get(study), chosen.values(), [end]) for run, _ in runs]
         for name, cell in chosen.items():
             curves[name].append([x[cell, end] for x in each])
@@ -209,7 +214,7 @@ def report(results: dict[str, Any]) -> str:
     """Format the tables of both parts for each size."""
     parts = []
     for name, size in results["sizes"].items():
-        parts += [f"### {name}", format_rankings(size), format_other_truths(size), format_curves(size)]
+        parts += [f"### {name}", format_rankings(size), format_other_judgements(size), format_curves(size)]
     return "\n\n".join(parts)
 
 
@@ -224,14 +229,14 @@ def against_mean_loss(
 ) -> dict[tuple[float, str], MeanEstimate]:
     """Estimate the tau of each forecast less that by the mean raw loss, for the same share of the run."""
     return {
-        (share, name): paired_estimate(judged["tau"], rankings[share, SMOOTHED]["tau"])
+        (share, name): paired_estimate(judged["tau"], rankings[share, MEAN_LOSS]["tau"])
         for (share, name), judged in rankings.items()
-        if name != SMOOTHED
+        if name != MEAN_LOSS
     }
 
 
 def judge_rankings(size: Mapping[str, Any]) -> dict[tuple[float, str], str]:
-    """Say of each forecast whether its tau is "better" or "worse" than that of `SMOOTHED`, or "not shown"."""
+    """Say of each forecast whether its tau is "better" or "worse" than that of `MEAN_LOSS`, or "not shown"."""
     estimates = against_mean_loss(rankings_of(size))
     clear = find_clear(list(estimates.values()))
     verdicts = ["better" if one.mean > 0 else "worse" for one in estimates.values()]
@@ -246,11 +251,18 @@ def format_rankings(size: Mapping[str, Any]) -> str:
     differences, verdicts = against_mean_loss(rankings), judge_rankings(size)
     for (share, name), judged in rankings.items():
         tau = pages.format_interval(mean_interval(judged["tau"]), 2)
-        less_raw = "" if name == SMOOTHED else pages.format_interval(differences[share, name].interval(), 2)
+        less_raw = "" if name == MEAN_LOSS else pages.format_interval(differences[share, name].interval(), 2)
         verdict = verdicts.get((share, name), "")
         shown = [tau, less_raw, verdict, *describe_regret(judged["regret"])]
         rows.append([f"{share:.0%}", f"{1 - share:.0%}", name, *shown])
-    header = ["seen of the run", "tokens saved", "ranked by", "Kendall tau", f"less that of `{SMOOTHED}`", "against it"]
+    header = [
+        "seen of the run",
+        "tokens saved",
+        "ranked by",
+        "Kendall tau",
+        f"less that of `{MEAN_LOSS}`",
+        "against it",
+    ]
     return (
         f"**Rankings** of {len(size['sweep'])} settings ({', '.join(size['sweep'])}) by losses on the part `select`, "
         "compared with that by the annealed loss (its mean over the seeds other than the forecast's, on `report`). "
@@ -261,25 +273,27 @@ def format_rankings(size: Mapping[str, Any]) -> str:
     )
 
 
-def gain_in_tau(size: Mapping[str, Any], share: float, **way: Any) -> str:
-    """Format the tau of means of points less that of the mean loss; `way` is passed to `judge_ranking`."""
-    sma, losses = (judge_ranking(size, name, share, **way)["tau"] for name in ("sma", SMOOTHED))
+def format_gain_in_tau(size: Mapping[str, Any], share: float, **way: Any) -> str:
+    """Format the tau of means of points less that of the mean loss; `judge_ranking` takes the keywords."""
+    sma, losses = (judge_ranking(size, name, share, **way)["tau"] for name in ("sma", MEAN_LOSS))
     return pages.format_interval(paired_estimate(sma, losses).interval(), 2) if sma != losses else "0"
 
 
-def others(size: Mapping[str, Any], left: str) -> list[str]:
+def settings_without(size: Mapping[str, Any], left: str) -> list[str]:
     """Return the settings without one."""
     return [setting for setting in size["sweep"] if setting != left]
 
 
-def format_other_truths(size: Mapping[str, Any]) -> str:
+def format_other_judgements(size: Mapping[str, Any]) -> str:
     """Format how much better means of points rank than mean losses do, with another truth and with fewer settings."""
     ways: dict[str, dict[str, Any]] = {"as above": {}, "the truth is the same seed's annealed loss": {"own_seed": True}}
-    ways[f"without `{HIGHEST_RATE}`"] = {"settings": others(size, HIGHEST_RATE)}
+    ways[f"without `{HIGHEST_RATE}`"] = {"settings": settings_without(size, HIGHEST_RATE)}
     ways["only settings of one rate"] = {"settings": [one for one in size["sweep"] if not one.startswith("rate")]}
-    rows = [[f"{share:.0%}", *(gain_in_tau(size, share, **way) for way in ways.values())] for share in (*SHARES, 1.0)]
+    rows = [
+        [f"{share:.0%}", *(format_gain_in_tau(size, share, **way) for way in ways.values())] for share in (*SHARES, 1.0)
+    ]
     table = pages.format_table(["seen of the run", *ways], rows)
-    return f"Kendall tau of `sma` less that of `{SMOOTHED}`, judged in other ways:\n\n{table}"
+    return f"Kendall tau of `sma` less that of `{MEAN_LOSS}`, judged in other ways:\n\n{table}"
 
 
 def describe_regret(regrets: Sequence[float]) -> tuple[str, str]:
@@ -326,7 +340,8 @@ def summarize(results: dict[str, Any]) -> IndexRow:
             f"against those by the mean loss of the same snapshots: {', '.join(each)}"
         )
         shown = [f"{share:.0%} {pages.format_interval(differences[share, 'sma'].interval(), 2)}" for share in SHARES]
-        shown[0] += f" (without {HIGHEST_RATE} {gain_in_tau(size, SHARES[0], settings=others(size, HIGHEST_RATE))})"
+        fewer = settings_without(size, HIGHEST_RATE)
+        shown[0] += f" (without {HIGHEST_RATE} {format_gain_in_tau(size, SHARES[0], settings=fewer)})"
         effects.append(f"{name}: Kendall tau, loss of the mean, less mean of the losses: {', '.join(shown)}")
         errors = curve_errors(size, "sma", SHARES[-1])
         if errors:

@@ -52,7 +52,7 @@ def interaction(results: dict[str, Any], name: str) -> MeanEstimate:
 
 
 def remaining_share(results: dict[str, Any], name: str) -> MeanInterval | None:
-    """Return the share of the gain of averaging over workers that is left once merged in time.
+    """Return the share of the gain of averaging over workers that is left once snapshots are merged in time.
 
     None if the gain is not clearly above 0: a share of it then means nothing.
     """

@@ -21,7 +21,7 @@ from pma_jax.studies.study import Study
 PROBE_DIVISOR = 16  # a run that measures the speed trains 1/16 of the size's tokens
 PROBE_UNITS = 4  # as many snapshots per token as 64 units of all tokens
 PROBE_SEED = 1000
-NEWEST = 8  # runs whose speeds are taken, which vary with what else the machine does
+NEWEST_RUNS = 8  # whose speeds are taken: older ones may be of an hour in which a shared machine was slower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,33 +47,33 @@ class CostEstimate:
     """The machine time of an experiment, and which of its runs are in the cache: seeds by the name of the runs."""
 
     hours: float  # of this machine, if the runs keep all its cores busy
-    dependent_hours: float  # the part of `dependent`, as if nothing of it were cached
+    dependent_hours: float  # of `hours`, those of `dependent`, as if nothing of it were cached
     missing: dict[str, list[int]]
-    dependent: dict[str, list[int]]  # work of which the runs are only known once there are results of others
+    dependent: dict[str, list[int]]  # work whose runs are known only when earlier runs have results
     cached: dict[str, list[int]]
 
 
 def estimate(study: Study, plan: Plan) -> CostEstimate:
     """Estimate the machine time of the runs that a plan lists, as far as they are not cached."""
-    missing, dependent, cached = ({} for _ in range(3))
+    runs: dict[str, dict[str, list[int]]] = {"missing": {}, "dependent": {}, "cached": {}}
+    seconds = dict.fromkeys(runs, 0.0)
     known: dict[str, list[KnownSpeed]] = {}
-    trained, hours = set(), {"missing": 0.0, "dependent": 0.0}
+    trained = set()
     for work in plan:
         train_tokens, evaluate_tokens = work.missing_tokens(study)
-        is_planned = isinstance(work, PlannedRun)
-        if not (train_tokens or evaluate_tokens):
-            cached.setdefault(work.name, []).append(work.seed)
+        is_cached = not (train_tokens or evaluate_tokens)
+        state = "cached" if is_cached else "missing" if isinstance(work, PlannedRun) else "dependent"
+        runs[state].setdefault(work.name, []).append(work.seed)
+        if is_cached:
             continue
         if work.training in trained:  # a run is trained once, however often a plan lists it
             train_tokens = 0
         trained.add(work.training)
-        (missing if is_planned else dependent).setdefault(work.name, []).append(work.seed)
         of_size = known.get(work.size) or known.setdefault(work.size, list_speeds(study, work.size))
         speed = choose_speed(of_size, work.batch_sequences(study))
-        seconds = speed.start_seconds if train_tokens else 0.0
-        seconds += train_tokens * speed.train_seconds + evaluate_tokens * speed.evaluate_seconds
-        hours["missing" if is_planned else "dependent"] += seconds / 3600
-    return CostEstimate(sum(hours.values()), hours["dependent"], missing, dependent, cached)
+        seconds[state] += speed.start_seconds if train_tokens else 0.0
+        seconds[state] += train_tokens * speed.train_seconds + evaluate_tokens * speed.evaluate_seconds
+    return CostEstimate(sum(seconds.values()) / 3600, seconds["dependent"] / 3600, **runs)
 
 
 def list_speeds(study: Study, size: str) -> list[KnownSpeed]:
@@ -97,7 +97,7 @@ def list_speeds(study: Study, size: str) -> list[KnownSpeed]:
 def choose_speed(known: Iterable[KnownSpeed], batch_sequences: int) -> Speed:
     """Return the median speed of the newest runs, of those with the same batch if there are any."""
     same = [one for one in known if one.batch_sequences == batch_sequences] or list(known)
-    newest = sorted(same, key=lambda one: one.finished)[-NEWEST:]
+    newest = sorted(same, key=lambda one: one.finished)[-NEWEST_RUNS:]
     names = [field.name for field in dataclasses.fields(Speed)]
     return Speed(**{name: statistics.median(getattr(one.speed, name) for one in newest) for name in names})
 
@@ -115,17 +115,17 @@ def _speeds(study: Study, config: Config) -> Iterable[KnownSpeed]:
         share = (last["seconds"] - first["seconds"]) / last["seconds"] if last["seconds"] > first["seconds"] else 1.0
         per_token = share * trained["seconds"] / (last["tokens"] - first["tokens"])
         start = max(trained["seconds"] - per_token * trained["tokens"], 0.0)
-        yield _known(run, start, per_token, evaluated)
+        yield _known_speed(run, start, per_token, evaluated)
 
 
 def _recorded_speeds(study: Study, config: Config) -> Iterable[KnownSpeed]:
     """Yield the speed of each recorded run of the model of `config`; the start is part of the seconds per token."""
     for run, trained, evaluated in _costs(study, config):
         if run_cache.has_losses_only(run):
-            yield _known(run, 0.0, trained["seconds"] / trained["tokens"], evaluated)
+            yield _known_speed(run, 0.0, trained["seconds"] / trained["tokens"], evaluated)
 
 
-def _known(run: Run, start_seconds: float, train_seconds: float, evaluated: dict[str, float]) -> KnownSpeed:
+def _known_speed(run: Run, start_seconds: float, train_seconds: float, evaluated: dict[str, float]) -> KnownSpeed:
     speed = Speed(start_seconds, train_seconds, evaluated["seconds"] / evaluated["tokens"])
     return KnownSpeed(speed, run.config.training.batch_size_sequences, run_cache.finish_time(run))
 

@@ -1,6 +1,6 @@
 """Estimates of the machine time: which runs' speeds are taken."""
 
-from pma_jax.studies.estimate import NEWEST, KnownSpeed, Speed, choose_speed
+from pma_jax.studies.estimate import NEWEST_RUNS, KnownSpeed, Speed, choose_speed
 
 
 def known(batch_sequences: int, finished: float, train_seconds: float) -> KnownSpeed:
@@ -9,10 +9,10 @@ def known(batch_sequences: int, finished: float, train_seconds: float) -> KnownS
 
 def test_the_speed_is_that_of_the_newest_runs_with_the_same_batch():
     old = [known(4, float(i), 9.0) for i in range(20)]
-    new = [known(4, 100.0 + i, 2.0 + i) for i in range(NEWEST)]
+    new = [known(4, 100.0 + i, 2.0 + i) for i in range(NEWEST_RUNS)]
     other = [known(32, 1000.0, 0.1)]
     chosen = choose_speed([*new, *other, *old], 4)
-    assert chosen == Speed(1.0, 2.0 + (NEWEST - 1) / 2, 0.5)
+    assert chosen == Speed(1.0, 2.0 + (NEWEST_RUNS - 1) / 2, 0.5)
     assert choose_speed([*old, *other], 32).train_seconds == 0.1
 
 
