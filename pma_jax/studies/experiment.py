@@ -288,6 +288,8 @@ def _parse(
         parser.error(f"--seeds {', '.join(map(str, sorted(tuning_seeds)))}: settings are tuned on these: choose others")
     if part == SELECT and not options.tiny and len(tuning_seeds) < len(options.seeds):
         parser.error(f"--seeds: settings are tuned on {', '.join(map(str, TUNING_SEEDS))}, which no result uses")
+    if options.runs.exists() and not options.runs.is_dir():
+        parser.error(f"--runs: {options.runs} is not a directory")
     if options.recorded not in (None, files["recorded"]) and not options.recorded.exists():
         parser.error(f"--recorded: there is no file {options.recorded}")
     if options.units % 16:

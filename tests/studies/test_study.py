@@ -196,6 +196,7 @@ def test_unknown_arguments_of_a_script_are_refused(tmp_path, capsys):
         (["--sead", "1"], "unrecognized arguments: --sead 1"),
         (["--units", "20"], "--units must be a multiple of 16"),
         (["--seeds", "7,101"], "--seeds 101: settings are tuned on these: choose others"),
+        (["--runs", __file__], f"--runs: {__file__} is not a directory"),
     ):
         with pytest.raises(SystemExit):
             experiment.run_experiment(
