@@ -4,7 +4,8 @@ Command:   python experiments/run_all.py --runs runs/science
 
     --jobs 2                            train two runs at a time, each on half of the cores; faster for small models,
                                         which do not use two cores fully
-    --estimate                          only estimate the machine time of each, and name the runs that are cached
+    --estimate                          only estimate the machine time of each and of all together, and name the runs
+                                        that are cached
     --only stable_phase,learning_rate   only these experiments
     --tiny --out FOLDER                 all of them in a minute or two, to check that they run; the numbers mean nothing
     --list                              list the experiments, and which have results
@@ -18,12 +19,17 @@ fewer seeds, is measured by another call of its script, unless the command line 
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from etils import epath
 
 from pma_jax.launch.job import Job, Step
 from pma_jax.launch.local import run_jobs
 from pma_jax.runtime.signals import Stopped
+from pma_jax.storage.json_files import read_json
+from pma_jax.studies.estimate import Counted
 
 FOLDER = Path(__file__).parent
 # Ordered so that runs that several experiments use are trained first; the settings of all are those of tuning.
@@ -69,7 +75,10 @@ def main() -> int:
     if not options.runs:
         parser.error("--runs is missing: give the directory of the runs")
     try:
-        failed = run_scripts(list_calls(chosen, rest), options.runs, options.out)
+        if "--estimate" in rest:
+            failed = estimate_all(chosen, rest, options.runs, options.out)
+        else:
+            failed = run_scripts(list_calls(chosen, rest), options.runs, options.out)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.status
@@ -78,6 +87,22 @@ def main() -> int:
             f"error: {', '.join(failed)} failed: fix the errors above and run the same command again", file=sys.stderr
         )
     return 1 if failed else 0
+
+
+def estimate_all(names: Sequence[str], options: Sequence[str], runs: Path, out: Path | None) -> list[str]:
+    """Estimate experiments one after the other, so that a run that several need counts once, and print the sum.
+
+    Returns:
+        The titles of the calls that failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        counted = Path(folder, "counted.json")
+        failed = run_scripts(list_calls(names, [*options, "--counted", str(counted)]), runs, out)
+        if counted.exists():
+            hours = read_json(epath.Path(counted), Counted)["hours"]
+            left_out = f", without {', '.join(failed)}" if failed else ""
+            print(f"all: about {hours:.2f} machine hours{left_out}")
+    return failed
 
 
 def list_calls(names: Sequence[str], options: Sequence[str]) -> dict[str, tuple[str, tuple[str, ...]]]:

@@ -184,6 +184,16 @@ def test_run_all_continues_after_a_failure_and_reports_it(workspace, runs, tmp_p
     )
     assert done.returncode == 1
     assert "[1 of 2] stable_phase: failed" in done.stderr and "[2 of 2] learning_rate: failed" in done.stderr
+    estimated = subprocess.run(
+        [*arguments, "--only", "weights,learning_rate", "--estimate"],
+        capture_output=True,
+        text=True,
+        env=tiny.environment(),
+    )
+    assert estimated.returncode == 0, estimated.stderr
+    last = estimated.stdout.splitlines()[-1]
+    assert re.fullmatch(r"all: about \d\.\d\d machine hours", last)
+    assert not (tmp_path / "weights" / "results.json").exists()
     refused = subprocess.run([*command, "--only", "no_such"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "unknown experiment no_such" in refused.stderr
 

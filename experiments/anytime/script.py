@@ -39,7 +39,8 @@ from pma_jax.studies.tuning import Contender, Tuned
 ANNEALING = Path(__file__).resolve().parents[1] / "annealing" / "results.json"
 SEARCHED = ("a quarter",)  # the horizons of the search on the first tuning seed
 FINALISTS = 3  # settings of each contender that are measured at all horizons, on all tuning seeds
-EXPECTED_SETTINGS = 14  # of a contender on the first seed, for the estimate of the machine time
+LIMIT = 48  # settings of each contender on the first seed: with three axes, a search can take more than 32
+EXPECTED_SETTINGS = 34  # of these, for the estimate of the machine time
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 
 
@@ -121,7 +122,7 @@ def search(study: Study, size: str, rivals: Sequence[Rival]) -> tuple[dict[str, 
     contenders = [Contender(rival.name, rival.axes, rival.grid, rival.is_allowed) for rival in rivals]
     seeds = study.tuning_seeds
     measure_first = functools.partial(measure_on, seeds[:1], horizons=SEARCHED)
-    return tuning.search(contenders, measure_on, seeds, FINALISTS, study.searches_settings, measure_first)
+    return tuning.search(contenders, measure_on, seeds, FINALISTS, study.searches_settings, measure_first, LIMIT)
 
 
 def tuning_runs(

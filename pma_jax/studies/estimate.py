@@ -8,7 +8,8 @@ short runs are trained and evaluated first, with the same model, batch and text.
 
 import dataclasses
 import statistics
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import TypedDict
 
 from pma_jax.config import Config
 from pma_jax.data.sampling import REPORT
@@ -51,14 +52,28 @@ class CostEstimate:
     missing: dict[str, list[int]]
     dependent: dict[str, list[int]]  # work whose runs are known only when earlier runs have results
     cached: dict[str, list[int]]
+    trained: set[str]  # keys of the runs that are to be trained
 
 
-def estimate(study: Study, plan: Plan) -> CostEstimate:
-    """Estimate the machine time of the runs that a plan lists, as far as they are not cached."""
+class Counted(TypedDict):
+    """Contents of a file in which the estimates of several experiments count a run that they share once."""
+
+    hours: float  # of all of them
+    trained: list[str]  # keys of the runs
+
+
+def estimate(study: Study, plan: Plan, counted: Collection[str] = ()) -> CostEstimate:
+    """Estimate the machine time of the runs that a plan lists, as far as they are not cached.
+
+    Args:
+        study: The study.
+        plan: The runs.
+        counted: Keys of runs whose training is left out, because another estimate has it.
+    """
     runs: dict[str, dict[str, list[int]]] = {"missing": {}, "dependent": {}, "cached": {}}
     seconds = dict.fromkeys(runs, 0.0)
     known: dict[str, list[KnownSpeed]] = {}
-    trained = set()
+    trained: set[str] = set()
     for work in plan:
         train_tokens, evaluate_tokens = work.missing_tokens(study)
         is_cached = not (train_tokens or evaluate_tokens)
@@ -66,14 +81,16 @@ def estimate(study: Study, plan: Plan) -> CostEstimate:
         runs[state].setdefault(work.name, []).append(work.seed)
         if is_cached:
             continue
-        if work.training in trained:  # a run is trained once, however often a plan lists it
-            train_tokens = 0
-        trained.add(work.training)
+        if isinstance(work, PlannedRun) and train_tokens:
+            key = work.training_key(study)
+            if key in counted or key in trained:  # a run is trained once, however often plans list it
+                train_tokens = 0
+            trained.add(key)
         of_size = known.get(work.size) or known.setdefault(work.size, list_speeds(study, work.size))
         speed = choose_speed(of_size, work.batch_sequences(study))
         seconds[state] += speed.start_seconds if train_tokens else 0.0
         seconds[state] += train_tokens * speed.train_seconds + evaluate_tokens * speed.evaluate_seconds
-    return CostEstimate(sum(seconds.values()) / 3600, seconds["dependent"] / 3600, **runs)
+    return CostEstimate(sum(seconds.values()) / 3600, seconds["dependent"] / 3600, **runs, trained=trained)
 
 
 def list_speeds(study: Study, size: str) -> list[KnownSpeed]:

@@ -28,9 +28,9 @@ from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.formatting import format_text
 from pma_jax.runtime.signals import Stopped
 from pma_jax.storage import atomic
-from pma_jax.storage.json_files import parse_untrusted_json
+from pma_jax.storage.json_files import parse_untrusted_json, read_json
 from pma_jax.studies import pages, recorded_runs
-from pma_jax.studies.estimate import describe_estimate, estimate
+from pma_jax.studies.estimate import CostEstimate, Counted, describe_estimate, estimate
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.planned import Plan, complete_all
 from pma_jax.studies.study import SIZES, Study
@@ -106,7 +106,7 @@ def run_experiment(
         keep_freed_memory()
         if options.estimate:
             study = _study(options, overrides)
-            print(describe_estimate(folder.name, estimate(study, plan(study))))
+            print(describe_estimate(folder.name, _estimate(study, plan(study), options.counted)))
             return {}
         path = options.out / "results.json"
         results = _read_results(path) if options.redraw else _measure(measure, plan, part, options, overrides)
@@ -121,6 +121,17 @@ def run_experiment(
         raise SystemExit(stopped.status) from stopped
     except (UserError, OSError) as error:
         raise SystemExit(f"error: {error_line(error)}") from error
+
+
+def _estimate(study: Study, plan: Plan, counted: Path | None) -> CostEstimate:
+    """Estimate a plan; leave out the runs that the file `counted` names, and add the others to it."""
+    if counted is None:
+        return estimate(study, plan)
+    known: Counted = read_json(epath.Path(counted), Counted) if counted.exists() else {"hours": 0.0, "trained": []}
+    estimated = estimate(study, plan, frozenset(known["trained"]))
+    added = {"hours": known["hours"] + estimated.hours, "trained": sorted({*known["trained"], *estimated.trained})}
+    atomic.write_text(epath.Path(counted), json.dumps(added) + "\n")
+    return estimated
 
 
 def _write(folder: Path, results: dict[str, Any], figures: Mapping[str, bytes], section: str) -> None:
@@ -267,6 +278,11 @@ def _parse(
         action="store_true",
         help="only estimate the machine time, after short runs of sizes whose speed is not known",
     )
+    add(
+        "--counted",
+        type=Path,
+        help="with --estimate: a file of the runs that other estimates count, to leave out; this one adds its own",
+    )
     if by_size:
         add("--add", action="store_true", help="keep the sizes of results.json that this call does not measure")
     add("--tiny", action="store_true", help="use a tiny model and two seeds, to test the script")
@@ -283,6 +299,8 @@ def _parse(
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     if options.add + options.redraw + options.estimate > 1:
         parser.error("--add measures, and --redraw and --estimate do not: give one of them")
+    if options.counted and not options.estimate:
+        parser.error("--counted belongs to --estimate")
     tuning_seeds = set(options.seeds) & set(TUNING_SEEDS)
     if part == REPORT and tuning_seeds:
         parser.error(f"--seeds {', '.join(map(str, sorted(tuning_seeds)))}: settings are tuned on these: choose others")

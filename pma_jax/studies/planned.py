@@ -13,12 +13,13 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
+from pma_jax import config as configuration
 from pma_jax.config.errors import DivergenceError, UserError, error_line
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import count_missing
@@ -90,10 +91,10 @@ class PlannedRun:
         branch = [self.branch.name] if self.branch else []
         return ", ".join([self.size, *map(_value_text, self.changes), *branch])
 
-    @property
-    def training(self) -> Hashable:
-        """What identifies the training of the run, whatever is evaluated."""
-        return self.size, self.seed, self.changes, self.branch, self.units
+    def training_key(self, study: Study) -> str:
+        """Return what identifies the training of the run, whatever is evaluated and whoever plans it."""
+        trunk = configuration.digest(self.study(study).trunk_config(self.size, self.seed, self.changes))
+        return f"{trunk} {self.branch}" if self.branch else trunk
 
     def batch_sequences(self, study: Study) -> int:
         """Return the sequences per step of the trunk."""
@@ -184,11 +185,6 @@ class OtherWork:
     seed: int
     train_tokens: int
     evaluate_tokens: int = 0  # over all merges
-
-    @property
-    def training(self) -> Hashable:
-        """What identifies the work."""
-        return self.name, self.size, self.seed
 
     def batch_sequences(self, study: Study) -> int:
         """Return the sequences per step of the size; the work may have others."""

@@ -22,6 +22,7 @@ Position = tuple[int, ...]  # one number per axis
 Measure = Callable[[dict[str, list[list[str]]]], dict[str, list[list[float]]]]
 TUNING_SEEDS = (100, 101, 102)  # results are never published on these
 ROUND = 2  # settings per contender and round
+LIMIT = 32  # settings per contender after which a search is given up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ def overrides(axes: Sequence[Axis], position: Position) -> list[str]:
     return [f"{axis.key}={axis.value(i):g}" for axis, i in zip(axes, position, strict=True)]
 
 
-def tune(contenders: Sequence[Contender], measure: Measure, limit: int = 32) -> dict[str, Tuned]:
+def tune(contenders: Sequence[Contender], measure: Measure, limit: int = LIMIT) -> dict[str, Tuned]:
     """Search the best setting of each contender; all get the same number of settings.
 
     Args:
@@ -160,6 +161,7 @@ def search(
     finalists: int,
     follow_neighbours: bool = True,
     measure_first: Measure | None = None,
+    limit: int = LIMIT,
 ) -> tuple[dict[str, Tuned], dict[str, Position]]:
     """Search the best setting of each contender on the first seed, and choose among the best ones on all seeds.
 
@@ -172,13 +174,14 @@ def search(
             of each contender is.
         measure_first: How the settings of the search are judged, as on fewer tokens. The finalists are then measured
             with `measure_on` on all seeds, the first of them too. By default, that is `measure_on` on the first seed.
+        limit: As for `tune`.
 
     Returns:
         The settings of each contender with their losses, which finalists have on all seeds; and the best finalist.
     """
     measure = measure_first or functools.partial(measure_on, seeds[:1])
     if follow_neighbours:
-        tuned = tune(contenders, measure)
+        tuned = tune(contenders, measure, limit)
     else:
         tuned = {one.name: Tuned(one, {}) for one in contenders}
         _add_losses(tuned, {one.name: [one.grid[0]] for one in contenders}, measure)

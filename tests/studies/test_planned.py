@@ -44,6 +44,10 @@ def test_runs_are_completed_once_and_then_cached(study):
     once, twice = (estimate(study, [new] * count).hours for count in (1, 2))
     branched = estimate(study, [new, dataclasses.replace(new, branch=Branch(12, 16))]).hours
     assert once < branched < 2 * once and twice < branched, "a run is trained once, and a branch is shorter"
+    key, same = new.training_key(study), dataclasses.replace(new, changes=("schedule.decay=none",))
+    assert same.training_key(study) == key, "a change to the value that it has is no other run"
+    assert estimate(study, [new]).trained == {key} and not estimate(study, plan).trained
+    assert estimate(study, [same], [key]).hours == 0, "another estimate counts it"
     assert run_cache.evaluation_cost(trunks[0].get(study))["tokens"] == 4 * 400
     assert {run.path for run in run_cache.finished_runs(study.cache)} == {w.get(study).path for w in plan[:3]}
 

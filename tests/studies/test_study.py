@@ -186,6 +186,12 @@ def test_script_writes_its_results_figure_page_and_row(workspace, tmp_path):
     (folder / "README.md").write_text(PAGE)
     redrawn = subprocess.run([*arguments, "--redraw"], capture_output=True, text=True, env=tiny.environment())
     assert redrawn.returncode == 0 and pages.extract_results((folder / "README.md").read_text()) == output
+    counted, sums = tmp_path / "counted.json", []
+    for seeds in ("5,6", "6,5", "5,6,7", "5,6,7"):  # not trained
+        estimated = [*arguments, "--estimate", "--seeds", seeds, "--counted", str(counted)]
+        subprocess.run(estimated, check=True, capture_output=True, env=tiny.environment())
+        sums.append(json.loads(counted.read_text())["hours"])
+    assert 0 < sums[0] == sums[1] < sums[2] == sums[3] == pytest.approx(1.5 * sums[0])
     (folder / "README.md").write_text("no marks")
     refused = subprocess.run(arguments, capture_output=True, text=True, env=tiny.environment())
     assert refused.returncode != 0 and "once each" in refused.stderr
@@ -197,6 +203,7 @@ def test_unknown_arguments_of_a_script_are_refused(tmp_path, capsys):
         (["--units", "20"], "--units must be a multiple of 16"),
         (["--seeds", "7,101"], "--seeds 101: settings are tuned on these: choose others"),
         (["--runs", __file__], f"--runs: {__file__} is not a directory"),
+        (["--counted", "x.json"], "--counted belongs to --estimate"),
     ):
         with pytest.raises(SystemExit):
             experiment.run_experiment(
