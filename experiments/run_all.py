@@ -23,8 +23,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from etils import epath
-
 from pma_jax.launch.job import Job, Step
 from pma_jax.launch.local import run_jobs
 from pma_jax.runtime.signals import Stopped
@@ -99,7 +97,7 @@ def estimate_all(names: Sequence[str], options: Sequence[str], runs: Path, out: 
         counted = Path(folder, "counted.json")
         failed = run_scripts(list_calls(names, [*options, "--counted", str(counted)]), runs, out)
         if counted.exists():
-            hours = read_json(epath.Path(counted), Counted)["hours"]
+            hours = read_json(counted, Counted)["hours"]
             left_out = f", without {', '.join(failed)}" if failed else ""
             print(f"all: about {hours:.2f} machine hours{left_out}")
     return failed

@@ -127,7 +127,7 @@ def _estimate(study: Study, plan: Plan, counted: Path | None) -> CostEstimate:
     """Estimate a plan; leave out the runs that the file `counted` names, and add the others to it."""
     if counted is None:
         return estimate(study, plan)
-    known: Counted = read_json(epath.Path(counted), Counted) if counted.exists() else {"hours": 0.0, "trained": []}
+    known: Counted = read_json(counted, Counted) if counted.exists() else {"hours": 0.0, "trained": []}
     estimated = estimate(study, plan, frozenset(known["trained"]))
     added = {"hours": known["hours"] + estimated.hours, "trained": sorted({*known["trained"], *estimated.trained})}
     atomic.write_text(epath.Path(counted), json.dumps(added) + "\n")
