@@ -1,7 +1,7 @@
 """The page of the experiment: tables, the row of the index, and the figure."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,13 @@ from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.parabola import find_vertex
-from pma_jax.studies.statistics import MeanEstimate, MeanInterval, difference_over_documents, mean_interval
+from pma_jax.studies.statistics import (
+    MeanEstimate,
+    MeanInterval,
+    difference_over_documents,
+    estimate_over_documents,
+    mean_interval,
+)
 
 MERGED, ANNEALED = "merged", "annealed"
 SERIES = {
@@ -31,12 +37,6 @@ def gain(model: Mapping[str, Any]) -> MeanEstimate:
     return difference_over_documents(model["raw"], model[MERGED], model["document_tokens"])
 
 
-def per_seed(model: Mapping[str, Any], first: str, second: str) -> list[float]:
-    """Return the difference of two models of each seed, in nats per token."""
-    tokens = sum(model["document_tokens"])
-    return ((np.sum(model[first], axis=1) - np.sum(model[second], axis=1)) / tokens).tolist()
-
-
 def spans(model: Mapping[str, Any]) -> list[float]:
     """Return the best span of plain means of points of each seed, as a share of the tokens."""
     windows = {int(window): losses for window, losses in model["windows"].items()}
@@ -51,10 +51,24 @@ def of_series(size: Mapping[str, Any], series: str) -> list[dict[str, Any]]:
     return sorted(models, key=lambda model: model[series])
 
 
-def slope(models: list[dict[str, Any]], series: str, value: Callable[[dict[str, Any]], list[float]]) -> MeanInterval:
-    """Estimate by how much a value grows per doubling, over seeds: the slope over log2 of the parameters or tokens."""
+def slope(models: list[dict[str, Any]], series: str, first: str, second: str) -> MeanEstimate:
+    """Estimate by how much the difference of two losses grows per doubling of the parameters or tokens.
+
+    The slope of least squares over log2 is a weighted sum of the differences, so that it has, as they do, an error over
+    seeds and documents.
+    """
     x = np.log2([model[series] for model in models])
-    return mean_interval(np.polyfit(x, np.array([value(model) for model in models]), 1)[0].tolist())
+    weights = (x - x.mean()) / np.sum((x - x.mean()) ** 2)
+    differences = [np.subtract(model[first], model[second]) for model in models]
+    tokens = models[0]["document_tokens"]
+    return estimate_over_documents(np.tensordot(weights, differences, 1) / np.array(tokens), tokens)
+
+
+def span_exponent(models: list[dict[str, Any]], series: str) -> MeanInterval:
+    """Estimate the power of the parameters or tokens with which the best span grows, in tokens, over seeds."""
+    x = np.log2([model[series] for model in models])
+    spans_MS = np.log2([np.array(spans(model)) * model["tokens"] for model in models])
+    return mean_interval(np.polyfit(x, spans_MS, 1)[0].tolist())
 
 
 def report(results: dict[str, Any]) -> str:
@@ -66,6 +80,7 @@ def report(results: dict[str, Any]) -> str:
             if models:
                 parts += [f"### {title}", format_models(models)]
                 parts += [format_slopes(models, series)] if len(models) > 1 else []
+                parts += [format_rates(models)]
     return "\n\n".join(parts)
 
 
@@ -102,14 +117,27 @@ def format_models(models: list[dict[str, Any]]) -> str:
 
 
 def format_slopes(models: list[dict[str, Any]], series: str) -> str:
-    """Format what a doubling of the parameters or tokens adds."""
-    values = {
-        "merged − annealed": lambda model: per_seed(model, MERGED, ANNEALED),
-        "raw − merged": lambda model: per_seed(model, "raw", MERGED),
-        "log2 of the best span, as a share of the tokens": lambda model: np.log2(spans(model)).tolist(),
-    }
-    lines = [f"- {name}: {pages.format_interval(slope(models, series, value))}" for name, value in values.items()]
-    return f"Per doubling of the {series}, over seeds:\n\n" + "\n".join(lines)
+    """Format what a doubling of the parameters or tokens adds, and the power with which the best span grows."""
+    pairs = {"merged − annealed": (MERGED, ANNEALED), "raw − merged": ("raw", MERGED)}
+    slopes = {name: slope(models, series, *pair).interval() for name, pair in pairs.items()}
+    lines = [f"- {name}: {pages.format_interval(each)} nats" for name, each in slopes.items()]
+    power = pages.format_interval(span_exponent(models, series), digits=2)
+    return (
+        f"A doubling of the {series} adds, over seeds and documents:\n\n" + "\n".join(lines) + f"\n\nThe best span, in "
+        f"tokens, grows as the {series} to the power {power} (over seeds)."
+    )
+
+
+def format_rates(models: list[dict[str, Any]]) -> str:
+    """List the loss at every rate that was tried."""
+    rows = []
+    for model in models:
+        for kind, found in model["rates"].items():
+            losses = {rate: "diverged" if x is None else f"{x:.2f}" for rate, x in found["losses"].items()}
+            each = "; ".join(f"`{rate}`: {loss}" for rate, loss in losses.items())
+            rows.append([f"{model['parameters'] / 1e6:.2f}M", f"{model['tokens'] / 1e6:.1f}M", kind, each])
+    table = pages.format_table(["parameters", "tokens", "model", "rates and losses"], rows)
+    return f"<details><summary>All rates</summary>\n\n{table}\n\n</details>"
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
@@ -120,9 +148,10 @@ def summarize(results: dict[str, Any]) -> IndexRow:
             models = of_series(size, series)
             if len(models) < 2:
                 continue
-            each = slope(models, series, lambda model: per_seed(model, MERGED, ANNEALED))
-            verdict = "grows" if each.low > 0 else "shrinks" if each.high < 0 else "does not clearly change"
-            found.append(f"the gap between merging and annealing {verdict} with the {series}")
+            each = slope(models, series, MERGED, ANNEALED).interval()
+            verdict = "grows" if each.low > 0 else "shrinks" if each.high < 0 else "is not shown to change"
+            power = pages.format_interval(span_exponent(models, series), digits=2)
+            found.append(f"merged − annealed {verdict} with the {series}, the best span grows to the power {power}")
             effects.append(f"per doubling of the {series} {pages.format_interval(each)} nats")
     return IndexRow(
         14,
