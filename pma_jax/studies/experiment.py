@@ -297,6 +297,14 @@ def _parse(
     wrong = [word for word in rest if not (word.startswith("--config.") and "=" in word)]
     if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    _check(parser, options, part, files["recorded"])
+    options.out = options.out.resolve()
+    overrides = [word.removeprefix("--config.") for word in rest]
+    return options, [*(TINY if options.tiny else ()), *overrides]
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, part: str, default_recorded: Path) -> None:
+    """Exit with the parser's error if options contradict each other, or name what does not exist."""
     if options.add + options.redraw + options.estimate > 1:
         parser.error("--add measures, and --redraw and --estimate do not: give one of them")
     if options.counted and not options.estimate:
@@ -308,13 +316,10 @@ def _parse(
         parser.error(f"--seeds: settings are tuned on {', '.join(map(str, TUNING_SEEDS))}, which no result uses")
     if options.runs.exists() and not options.runs.is_dir():
         parser.error(f"--runs: {options.runs} is not a directory")
-    if options.recorded not in (None, files["recorded"]) and not options.recorded.exists():
+    if options.recorded not in (None, default_recorded) and not options.recorded.exists():
         parser.error(f"--recorded: there is no file {options.recorded}")
     if options.units % 16:
         parser.error(f"--units must be a multiple of 16, not {options.units}")
-    options.out = options.out.resolve()
-    overrides = [word.removeprefix("--config.") for word in rest]
-    return options, [*(TINY if options.tiny else ()), *overrides]
 
 
 def _commit() -> str | None:
