@@ -82,7 +82,7 @@ class PlannedRun:
     units: int = 0  # per trunk; 0: those of the study
     evaluation_tokens: int = 0  # held-out tokens of the evaluations; 0: those of the study
     readings: tuple[str, ...] = ()  # names of what the experiment reads of the snapshots; see `run_cache.get_or_read`
-    keeps_snapshots: bool = True  # if not, only its losses are kept once they are known
+    keeps_snapshots: bool = True  # if not, `complete_all` keeps only its losses
     needs_snapshots: bool = False  # what is read of them is not cached, so that recorded losses are not enough
 
     @property
@@ -143,8 +143,6 @@ class PlannedRun:
         run = self.get(study)
         for planned in self.evaluations:
             self.study(study).document_losses(run, planned.cells, planned.ends, planned.part)
-        if not self.keeps_snapshots and not run_cache.has_losses_only(run):
-            run_cache.keep_losses_only(run)
 
     def _remove_recorded(self, study: Study) -> None:
         """Remove the run, and the trunk from which it will be forked, where the cache has only their losses."""
@@ -236,22 +234,28 @@ def measure_raw_and_merged(study: Study, runs: Sequence["PlannedRun"], count: in
 def complete_all(study: Study, plan: Plan, workers: int) -> None:
     """Train and evaluate the runs of a plan with the local engine of grids, `workers` processes at a time.
 
-    Each process has its share of the cores. The cache records which runs diverged; they are not trained
-    again.
+    Each process has its share of the cores. Entries of the plan that share a training are completed one after the
+    other, so that its snapshots are removed, if no entry keeps them, when none needs them any more. The cache records
+    which runs diverged; they are not trained again.
 
     Raises:
         UserError: There are fewer cores than workers, or a worker failed.
     """
-    planned = [run for run in plan if isinstance(run, PlannedRun) and any(run.missing_tokens(study))]
-    planned.sort(key=lambda run: run.branch is not None)  # so that no worker waits for the trunk of its branch
-    workers = min(workers, len(planned))
+    by_training: dict[str, list[PlannedRun]] = {}
+    for run in dict.fromkeys(plan):
+        if isinstance(run, PlannedRun):
+            by_training.setdefault(run.training_key(study), []).append(run)
+    groups = [runs for runs in by_training.values() if any(any(run.missing_tokens(study)) for run in runs)]
+    groups.sort(key=lambda runs: runs[0].branch is not None)  # so that no worker waits for the trunk of its branch
+    workers = min(workers, len(groups))
     if workers < 2:
-        for run in planned:
-            _complete(run, study)
+        for runs in groups:
+            _complete(runs, study)
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "runs.json")
-        path.write_text(json.dumps({"study": study.settings(), "runs": [dataclasses.asdict(run) for run in planned]}))
+        listed = [[dataclasses.asdict(run) for run in runs] for runs in groups]
+        path.write_text(json.dumps({"study": study.settings(), "groups": listed}))
         command = ("-m", "pma_jax.studies.planned", str(path))
         run_workers({f"worker {i + 1}": command for i in range(workers)}, workers)
 
@@ -280,21 +284,26 @@ def _work(path: Path) -> None:
     """Complete the runs of a list, except those that another worker has begun."""
     listed = json.loads(path.read_text())
     study = Study.from_settings(listed["study"])
-    for number, raw in enumerate(listed["runs"]):
+    for number, raw in enumerate(listed["groups"]):
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(lock.hold(epath.Path(path.parent), file_name=f"run {number}.lock"))
+                stack.enter_context(lock.hold(epath.Path(path.parent), file_name=f"group {number}.lock"))
             except lock.InUseError:
                 continue
-            _complete(_parse(raw), study)
+            _complete([_parse(run) for run in raw], study)
 
 
-def _complete(run: PlannedRun, study: Study) -> None:
-    """Complete a run, or print that it diverged."""
+def _complete(runs: Sequence[PlannedRun], study: Study) -> None:
+    """Complete runs that share a training, or print that it diverged; keep only its losses if no one keeps more."""
     try:
-        run.complete(study)
+        for run in runs:
+            run.complete(study)
     except DivergenceError as error:
-        print(f"{run.name}, seed {run.seed}, diverged: {error_line(error)}", file=sys.stderr, flush=True)
+        print(f"{runs[0].name}, seed {runs[0].seed}, diverged: {error_line(error)}", file=sys.stderr, flush=True)
+        return
+    trained = runs[0].get(study)
+    if not any(run.keeps_snapshots for run in runs) and not run_cache.has_losses_only(trained):
+        run_cache.keep_losses_only(trained)
 
 
 def _parse(raw: dict[str, Any]) -> PlannedRun:

@@ -72,6 +72,23 @@ def test_only_the_losses_of_a_search_are_kept_and_more_trains_the_run_again(stud
 
 
 @pytest.mark.slow
+def test_entries_that_share_a_training_are_one_piece_of_work(study, monkeypatch, capfd):
+    for name, value in tiny.environment(devices=1).items():
+        monkeypatch.setenv(name, value)
+    first = PlannedRun("science_small", 22, (), None, (EVALUATION,), keeps_snapshots=False)
+    other = dataclasses.replace(first, evaluations=(PlannedEvaluation((Cell("sma", 4),), (16,), REPORT),))
+    again = dataclasses.replace(other, changes=("schedule.decay=none",))
+    complete_all(study, [first, other, again, first, PlannedRun("science_small", 23)], 2)
+    assert capfd.readouterr().err.count("training for") == 2, "each is trained once, before its snapshots are removed"
+    assert not any(any(run.missing_tokens(study)) for run in (first, other, again))
+    run = first.get(study)
+    assert run_cache.has_losses_only(run) and not run.of_kind("point")
+    kept = dataclasses.replace(first, seed=24)
+    complete_all(study, [kept, dataclasses.replace(kept, evaluations=(), keeps_snapshots=True)], 1)
+    assert kept.get(study).of_kind("point"), "an entry keeps them"
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_workers_share_the_runs_and_their_failure_is_one_line(study, monkeypatch, capfd):
     for name, value in tiny.environment(devices=1).items():
