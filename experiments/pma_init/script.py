@@ -39,15 +39,22 @@ class Task(NamedTuple):
     rates: tuple[float, ...]  # that are tried, times the trunk's
     changes: tuple[str, ...]
     restores_optimizer: bool
+    text_factor: float = 1.0  # held-out tokens that are read, times the study's: not all of them are judged
 
 
 CONTINUED = ("data.package=scipy",)
-# Byte 0 ends each pair, so that packed pairs do not attend to each other.
-FUNCTIONS = ("data.task=functions", "data.pair_bytes=512", "model.separator_token=0")
+# Byte 0 ends each pair, so that packed pairs do not attend to each other. The standard library has too few functions.
+FUNCTIONS = (
+    "data.package=libraries-without-tests",
+    "data.held_out_percent=30",
+    "data.task=functions",
+    "data.pair_bytes=1024",
+    "model.separator_token=0",
+)
 TASKS = {
     "continued training, fresh optimizer": Task(4, (0.5, 1.0, 2.0, 4.0), CONTINUED, False),
     "continued training, optimizer restored": Task(4, (0.5, 1.0, 2.0, 4.0), CONTINUED, True),
-    "fine-tuning": Task(8, (0.25, 0.5, 1.0, 2.0), FUNCTIONS, False),
+    "fine-tuning": Task(8, (0.25, 0.5, 1.0, 2.0), FUNCTIONS, False, text_factor=2.5),
 }
 
 
@@ -56,9 +63,9 @@ def plan(study: Study) -> Plan:
     work: list[PlannedRun | OtherWork] = []
     for size in study.sizes:
         tokens = study.trunk_config(size, study.seeds[0]).training.total_tokens
-        runs = len(STARTS) * sum(len(task.rates) for task in TASKS.values())
         trained = len(STARTS) * sum(len(task.rates) * tokens // task.token_divisor for task in TASKS.values())
-        read = runs * (3 * study.evaluation_tokens + study.evaluation_tokens // 2)
+        texts = sum(len(task.rates) * task.text_factor for task in TASKS.values())
+        read = round(3.5 * len(STARTS) * texts * study.evaluation_tokens)
         work += [PlannedRun(size, seed, needs_snapshots=True) for seed in study.seeds]
         work += [OtherWork("runs from its snapshots", size, seed, trained, read) for seed in study.seeds]
     return work
@@ -88,7 +95,8 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
     for (name, rate, start, seed), run in planned.items():
         of_rate = tasks[name]["rates"].setdefault(f"{rate:g}", {start: [] for start in STARTS})
         begin = merged(study, size, seed, STARTS[start])
-        of_rate[start].append(measure_run(study, run.get(study), begin, shows_norms=seed == study.seeds[0]))
+        shows_norms = seed == study.seeds[0]
+        of_rate[start].append(measure_run(study, run.get(study), TASKS[name], begin, shows_norms))
     return study.describe_size(size) | {"tasks": tasks}
 
 
@@ -100,7 +108,7 @@ def merged(study: Study, size: str, seed: int, cell: Cell) -> Snapshot:
 def describe_text(study: Study, size: str, task: Task) -> dict[str, Any]:
     """Describe the held-out text of a task: the study's tokens of it, or all that there are."""
     config = study.trunk_config(size, study.seeds[0], task.changes)
-    config = dataclasses.replace(config, evaluation=judging(study, config))
+    config = dataclasses.replace(config, evaluation=judging(study, config, task))
     sample = read_sample(prepare_tokens(config), config, REPORT)
     return {"document_tokens": sample.counts_D.tolist(), "text": sample.describe()}
 
@@ -133,24 +141,25 @@ def planned_run(study: Study, size: str, seed: int, cell: Cell, task: Task, rate
     return PlannedRun(size, seed, changes, None, (), UNITS)
 
 
-def judging(study: Study, config: Config) -> EvaluationConfig:
-    """Return the evaluation of a task, with the study's tokens."""
-    return dataclasses.replace(config.evaluation, tokens=study.evaluation_tokens)
+def judging(study: Study, config: Config, task: Task) -> EvaluationConfig:
+    """Return the evaluation of a task."""
+    return dataclasses.replace(config.evaluation, tokens=round(task.text_factor * study.evaluation_tokens))
 
 
-def measure_run(study: Study, run: Run, start: Snapshot, shows_norms: bool) -> dict[str, Any]:
+def measure_run(study: Study, run: Run, task: Task, start: Snapshot, shows_norms: bool) -> dict[str, Any]:
     """Return the losses of documents before the first step, at the first snapshot and the end, and gradient norms.
 
     Args:
         study: The study.
         run: The run.
+        task: What it is trained on.
         start: The weights that it started from.
         shows_norms: Return the first gradient norms themselves, for a figure, and not only their roughness.
     """
-    config = dataclasses.replace(run.config, evaluation=judging(study, run.config))
+    config = dataclasses.replace(run.config, evaluation=judging(study, run.config, task))
     each = [start, run.snapshots[0], run.snapshots[-1]]
     sums = np.round(evaluate_merges(config, each, np.eye(len(each)), REPORT).sums, DECIMALS)
-    half = dataclasses.replace(config.evaluation, tokens=study.evaluation_tokens // 2)
+    half = dataclasses.replace(config.evaluation, tokens=config.evaluation.tokens // 2)
     (last,) = evaluate_merges(dataclasses.replace(config, evaluation=half), each[-1:], [[1]], SELECT).losses
     records = [r for r in run.metrics if r["kind"] == "train"]
     norms = [r["gradient_norm"] for r in records if r["tokens"] > run.start_tokens]
