@@ -15,7 +15,7 @@ import tiny
 
 from pma_jax import config as configuration
 from pma_jax.evaluation.held_out import prepare_tokens
-from pma_jax.studies import experiment, pages
+from pma_jax.studies import experiment, pages, recorded_runs
 
 FOLDER = Path(__file__).parent.parent / "experiments"
 QUESTIONS = sorted(path.parent for path in FOLDER.glob("*/script.py") if "run_experiment(" in path.read_text())
@@ -136,6 +136,13 @@ def test_pages_about_all_experiments_have_no_figures_but_those_of_results(page):
 def test_readme_says_what_the_results_say():
     page = (FOLDER.parent / "README.md").read_text()
     assert pages.extract_results(page) == pages.format_summary(FOLDER)
+
+
+def test_readme_says_how_long_the_recorded_runs_took():
+    page = (FOLDER / "README.md").read_text()
+    hours = recorded_runs.machine_hours(recorded_runs.read_file(FOLDER / "recorded_runs.jsonl.gz"))
+    (said,) = re.findall(r"took (\d+) machine hours", page)
+    assert int(said) == pytest.approx(hours, abs=0.05 * hours)
 
 
 def test_run_all_lists_every_question():

@@ -15,6 +15,7 @@ import argparse
 import gzip
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -69,6 +70,11 @@ def add_to_file(cache: Path, path: Path) -> int:
     lines = [json.dumps(recorded[key], sort_keys=True) + "\n" for key in sorted(recorded)]
     atomic.write_bytes(epath.Path(path), gzip.compress("".join(lines).encode(), mtime=0))
     return len(lines)
+
+
+def machine_hours(runs: Iterable[RecordedRun]) -> float:
+    """Return the machine hours in which runs were trained and evaluated, each where it was trained."""
+    return sum(run["trained"]["seconds"] + run["evaluated"]["seconds"] for run in runs) / 3600
 
 
 def read_into_cache(path: Path, cache: Path) -> int:
@@ -153,7 +159,8 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="file of recorded runs, which is created if it does not exist")
     options = parser.parse_args()
     try:
-        print(f"{options.file}: {add_to_file(options.runs, options.file)} runs")
+        count = add_to_file(options.runs, options.file)
+        print(f"{options.file}: {count} runs, {machine_hours(read_file(options.file)):.1f} machine hours")
     except (UserError, OSError) as error:
         raise SystemExit(f"error: {error_line(error)}") from error
 
