@@ -20,6 +20,7 @@ from pma_jax.studies.statistics import (
 )
 
 MERGED, ANNEALED = "merged", "annealed"
+SAME_RATE = "annealed at the best rate of merging"
 SERIES = {
     "parameters": "More parameters, at equal tokens per parameter",
     "tokens": "More tokens, at equal parameters",
@@ -27,9 +28,14 @@ SERIES = {
 X_TITLES = {"parameters": "parameters, millions", "tokens": "tokens, millions"}
 
 
-def gap(model: Mapping[str, Any]) -> MeanEstimate:
-    """Estimate the loss of the best merge less that of the annealed model, each at its own rate."""
-    return difference_over_documents(model[MERGED], model[ANNEALED], model["document_tokens"])
+def gap(model: Mapping[str, Any], annealed: str = ANNEALED) -> MeanEstimate:
+    """Estimate the loss of the best merge less that of the annealed model, by default each at its own rate."""
+    return difference_over_documents(model[MERGED], model[annealed], model["document_tokens"])
+
+
+def gap_of_branch(model: Mapping[str, Any]) -> MeanEstimate:
+    """Estimate the loss of the best merge less that of the annealed branch of the same trunk."""
+    return gap(model, SAME_RATE)
 
 
 def gain(model: Mapping[str, Any]) -> MeanEstimate:
@@ -95,6 +101,7 @@ def format_models(models: list[dict[str, Any]]) -> str:
                 f"{model['parameters'] / 1e6:.2f}M",
                 f"{model['tokens'] / 1e6:.1f}M ({model['tokens'] / model['parameters']:.0f} per parameter)",
                 pages.format_interval(gap(model).interval()),
+                pages.format_interval(gap_of_branch(model).interval()),
                 pages.format_interval(gain(model).interval()),
                 model["best"],
                 pages.format_percent_interval(mean_interval(spans(model))),
@@ -105,6 +112,7 @@ def format_models(models: list[dict[str, Any]]) -> str:
         "parameters",
         "tokens",
         "merged − annealed",
+        "the same, both at the rate of merging",
         "raw − merged",
         "best merge",
         "best span, share of the tokens",
@@ -118,7 +126,8 @@ def format_models(models: list[dict[str, Any]]) -> str:
 
 def format_slopes(models: list[dict[str, Any]], series: str) -> str:
     """Format what a doubling of the parameters or tokens adds, and the power with which the best span grows."""
-    pairs = {"merged − annealed": (MERGED, ANNEALED), "raw − merged": ("raw", MERGED)}
+    pairs = {"merged − annealed": (MERGED, ANNEALED), "the same, both at the rate of merging": (MERGED, SAME_RATE)}
+    pairs["raw − merged"] = ("raw", MERGED)
     slopes = {name: slope(models, series, *pair).interval() for name, pair in pairs.items()}
     lines = [f"- {name}: {pages.format_interval(each)} nats" for name, each in slopes.items()]
     power = pages.format_interval(span_exponent(models, series), digits=2)
@@ -171,7 +180,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
             if not models:
                 continue
             x = [model[series] / 1e6 for model in models]
-            gaps = {"merged − annealed": gap, "raw − merged": gain}
+            gaps = {"merged − annealed": gap, "the same, at the rate of merging": gap_of_branch, "raw − merged": gain}
             lines = [interval_line(name, x, [of(model).interval() for model in models]) for name, of in gaps.items()]
             panels.append(LinePanel("nats per token", X_TITLES[series], lines, zero_line=True, log_x=True))
             lines = [interval_line("best span", x, [mean_interval(spans(model)) for model in models])]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from growth_page import ANNEALED, MERGED, draw, report, summarize
+from growth_page import ANNEALED, MERGED, SAME_RATE, draw, report, summarize
 
 from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.sweep import RAW, Cell
@@ -236,14 +236,18 @@ def measure_model(study: Study, size: str, model: Model, rates: dict[str, float]
     select = reading.losses_over_seeds(get_trunk, [RAW, *merges(study)], [end], SELECT)
     best = min(merges(study), key=lambda cell: float(np.mean(select[cell.text][str(end)])))
     trunk = study.document_losses_over_seeds(get_trunk, [RAW, best], [end], REPORT)
-    annealed = study.document_losses_over_seeds(functools.partial(get, ANNEALED, True), [RAW], [end], REPORT)
+    annealed, same_rate = (
+        study.document_losses_over_seeds(functools.partial(get, kind, True), [RAW], [end], REPORT)["nats"]
+        for kind in (ANNEALED, MERGED)
+    )
     return {
         "end": end,
         "best": best.text,
         "document_tokens": trunk["document_tokens"],
         "raw": trunk["nats"][RAW.text][str(end)],
         MERGED: trunk["nats"][best.text][str(end)],
-        ANNEALED: annealed["nats"][RAW.text][str(end)],
+        ANNEALED: annealed[RAW.text][str(end)],
+        SAME_RATE: same_rate[RAW.text][str(end)],
         "windows": {
             str(cell.window): select[cell.text][str(end)]
             for cell in merges(study)
