@@ -157,11 +157,14 @@ def summarize(results: dict[str, Any]) -> IndexRow:
             models = of_series(size, series)
             if len(models) < 2:
                 continue
-            each = slope(models, series, MERGED, ANNEALED).interval()
+            each, same = (slope(models, series, MERGED, kind).interval() for kind in (ANNEALED, SAME_RATE))
             verdict = "grows" if each.low > 0 else "shrinks" if each.high < 0 else "is not shown to change"
             power = pages.format_interval(span_exponent(models, series), digits=2)
-            found.append(f"merged − annealed {verdict} with the {series}, the best span grows to the power {power}")
-            effects.append(f"per doubling of the {series} {pages.format_interval(each)} nats")
+            found.append(f"with the {series}, merged − annealed {verdict}; the best span grows to the power {power}")
+            effects.append(
+                f"a doubling of the {series} adds to merged − annealed, each at its best rate, "
+                f"{pages.format_interval(each)}, both at that of merging {pages.format_interval(same)} nats"
+            )
     return IndexRow(
         14,
         "How do the gap to annealing and the best span grow?",
