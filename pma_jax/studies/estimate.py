@@ -68,7 +68,7 @@ def estimate(study: Study, plan: Plan, counted: Collection[str] = ()) -> CostEst
     Args:
         study: The study.
         plan: The runs.
-        counted: Keys of runs whose training is left out, because another estimate has it.
+        counted: Keys of runs that another estimate includes; this one leaves their training out.
     """
     runs: dict[str, dict[str, list[int]]] = {"missing": {}, "dependent": {}, "cached": {}}
     seconds = dict.fromkeys(runs, 0.0)

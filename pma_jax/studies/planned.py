@@ -92,7 +92,7 @@ class PlannedRun:
         return ", ".join([self.size, *map(_value_text, self.changes), *branch])
 
     def training_key(self, study: Study) -> str:
-        """Return what identifies the training of the run, whatever is evaluated and whoever plans it."""
+        """Return the key of the training, equal for all entries of plans that need the same trained run."""
         trunk = configuration.digest(self.study(study).trunk_config(self.size, self.seed, self.changes))
         return f"{trunk} {self.branch}" if self.branch else trunk
 
@@ -294,15 +294,17 @@ def _work(path: Path) -> None:
 
 
 def _complete(runs: Sequence[PlannedRun], study: Study) -> None:
-    """Complete runs that share a training, or print that it diverged; keep only its losses if no one keeps more."""
+    """Complete runs that share a training, or print that it diverged; remove its snapshots if no run keeps them."""
     try:
         for run in runs:
             run.complete(study)
     except DivergenceError as error:
         print(f"{runs[0].name}, seed {runs[0].seed}, diverged: {error_line(error)}", file=sys.stderr, flush=True)
         return
+    if any(run.keeps_snapshots for run in runs):
+        return
     trained = runs[0].get(study)
-    if not any(run.keeps_snapshots for run in runs) and not run_cache.has_losses_only(trained):
+    if not run_cache.has_losses_only(trained):
         run_cache.keep_losses_only(trained)
 
 
