@@ -21,10 +21,12 @@ from pma_jax.studies.statistics import (
 
 MERGED, ANNEALED = "merged", "annealed"
 SAME_RATE = "annealed at the best rate of merging"
+NEIGHBOURS = (2, 1, 3)  # windows on either side of the best through which a parabola is fitted, the first elsewhere
 SERIES = {
     "parameters": "More parameters, at equal tokens per parameter",
     "tokens": "More tokens, at equal parameters",
 }
+BASES = {"parameters": "the parameters (and the tokens)", "tokens": "the tokens"}  # what grows in a series
 X_TITLES = {"parameters": "parameters, millions", "tokens": "tokens, millions"}
 
 
@@ -43,12 +45,20 @@ def gain(model: Mapping[str, Any]) -> MeanEstimate:
     return difference_over_documents(model["raw"], model[MERGED], model["document_tokens"])
 
 
-def spans(model: Mapping[str, Any]) -> list[float]:
+def spans(model: Mapping[str, Any], neighbours: int = NEIGHBOURS[0]) -> list[float]:
     """Return the best span of plain means of points of each seed, as a share of the tokens."""
     windows = {int(window): losses for window, losses in model["windows"].items()}
     x = [math.log(window) for window in windows]
     each = zip(*windows.values(), strict=True)
-    return [math.exp(find_vertex(x, list(losses), 2).x) / model["end"] for losses in each]
+    return [math.exp(find_vertex(x, list(losses), neighbours).x) / model["end"] for losses in each]
+
+
+def best_rate(model: Mapping[str, Any], kind: str) -> float:
+    """Return the rate at the vertex of a parabola through the losses of the best rate and its neighbours."""
+    losses = {math.log(float(rate)): loss for rate, loss in model["rates"][kind]["losses"].items() if loss is not None}
+    if not losses:
+        return model["rates"][kind]["rate"]  # no rate was searched
+    return math.exp(find_vertex(list(losses), list(losses.values())).x)
 
 
 def of_series(size: Mapping[str, Any], series: str) -> list[dict[str, Any]]:
@@ -70,10 +80,10 @@ def slope(models: list[dict[str, Any]], series: str, first: str, second: str) ->
     return estimate_over_documents(np.tensordot(weights, differences, 1) / np.array(tokens), tokens)
 
 
-def span_exponent(models: list[dict[str, Any]], series: str) -> MeanInterval:
+def span_exponent(models: list[dict[str, Any]], series: str, neighbours: int = NEIGHBOURS[0]) -> MeanInterval:
     """Estimate the power of the parameters or tokens with which the best span grows, in tokens, over seeds."""
     x = np.log2([model[series] for model in models])
-    spans_MS = np.log2([np.array(spans(model)) * model["tokens"] for model in models])
+    spans_MS = np.log2([np.array(spans(model, neighbours)) * model["tokens"] for model in models])
     return mean_interval(np.polyfit(x, spans_MS, 1)[0].tolist())
 
 
@@ -130,10 +140,13 @@ def format_slopes(models: list[dict[str, Any]], series: str) -> str:
     pairs["raw − merged"] = ("raw", MERGED)
     slopes = {name: slope(models, series, *pair).interval() for name, pair in pairs.items()}
     lines = [f"- {name}: {pages.format_interval(each)} nats" for name, each in slopes.items()]
-    power = pages.format_interval(span_exponent(models, series), digits=2)
+    powers = {n: pages.format_interval(span_exponent(models, series, n), digits=2) for n in NEIGHBOURS}
+    first, *others = NEIGHBOURS
+    fits = ", ".join(f"{powers[n]} with {n}" for n in others)
     return (
         f"A doubling of the {series} adds, over seeds and documents:\n\n" + "\n".join(lines) + f"\n\nThe best span, in "
-        f"tokens, grows as the {series} to the power {power} (over seeds)."
+        f"tokens, grows as {BASES[series]} to the power {powers[first]} (over seeds), from a parabola through the "
+        f"losses of the best window and {first} on either side; {fits}."
     )
 
 
@@ -146,7 +159,10 @@ def format_rates(models: list[dict[str, Any]]) -> str:
             each = "; ".join(f"`{rate}`: {loss}" for rate, loss in losses.items())
             rows.append([f"{model['parameters'] / 1e6:.2f}M", f"{model['tokens'] / 1e6:.1f}M", kind, each])
     table = pages.format_table(["parameters", "tokens", "model", "rates and losses"], rows)
-    return f"<details><summary>All rates</summary>\n\n{table}\n\n</details>"
+    vertices = {kind: ", ".join(f"`{best_rate(model, kind):.2g}`" for model in models) for kind in (MERGED, ANNEALED)}
+    between = "; ".join(f"{kind}, {rates}" for kind, rates in vertices.items())
+    note = f"Between the rates of the grids, by a parabola in the log of the rate, the best are: {between}."
+    return f"{note}\n\n<details><summary>All rates</summary>\n\n{table}\n\n</details>"
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
@@ -160,7 +176,8 @@ def summarize(results: dict[str, Any]) -> IndexRow:
             each, same = (slope(models, series, MERGED, kind).interval() for kind in (ANNEALED, SAME_RATE))
             verdict = "grows" if each.low > 0 else "shrinks" if each.high < 0 else "is not shown to change"
             power = pages.format_interval(span_exponent(models, series), digits=2)
-            found.append(f"with the {series}, merged − annealed {verdict}; the best span grows to the power {power}")
+            span = f"the best span, in tokens, grows as {BASES[series]} to the power {power}"
+            found.append(f"with the {series}, merged − annealed {verdict}; {span}")
             effects.append(
                 f"a doubling of the {series} adds to merged − annealed, each at its best rate, "
                 f"{pages.format_interval(each)}, both at that of merging {pages.format_interval(same)} nats"

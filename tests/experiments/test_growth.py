@@ -32,6 +32,8 @@ def test_slopes_and_powers_are_those_of_the_models():
     assert slope.mean == pytest.approx(np.polyfit(np.log2(tokens), gaps, 1)[0], rel=1e-9)
     power = growth_page.span_exponent(models, "tokens")
     assert power.mean == pytest.approx(0.75, abs=1e-6), "the share falls as tokens to the power -0.25"
+    others = [growth_page.span_exponent(models, "tokens", n).mean for n in growth_page.NEIGHBOURS]
+    assert others == pytest.approx([0.75] * 3, abs=1e-6), "the losses are a parabola, so that all fits agree"
     assert growth_page.slope(models, "tokens", "raw", "merged").mean == pytest.approx(0, abs=1e-9)
 
 
@@ -48,3 +50,9 @@ def test_the_slope_has_an_error_over_seeds_and_documents():
     found = growth_page.slope(models, "tokens", "merged", "annealed")
     assert found.mean == pytest.approx(slopes.mean())
     assert found.standard_error > 0.5 * slopes.std(ddof=1) / 2
+
+
+def test_the_best_rate_lies_between_those_of_the_grid():
+    losses = {f"{rate:g}": np.log2(rate / 3e-3) ** 2 for rate in (1e-3, 2e-3, 4e-3, 8e-3)}
+    searched = {"rates": {"merged": {"rate": 4e-3, "losses": losses | {"0.016": None}}}}
+    assert growth_page.best_rate(searched, "merged") == pytest.approx(3e-3), "a diverged rate is left out"
