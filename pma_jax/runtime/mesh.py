@@ -7,6 +7,7 @@ output sharding would be ambiguous is an error. "Axis" means an axis of the mesh
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -201,14 +202,18 @@ def round_up_to_batch_axes(mesh: jax.sharding.Mesh, batch_size_sequences: int) -
     return -(-batch_size_sequences // parts) * parts
 
 
+@functools.lru_cache(maxsize=64)  # `put_batch` needs them in every step
 def local_rows(mesh: jax.sharding.Mesh, batch_size_sequences: int) -> np.ndarray:
     """Return the indices, ascending, of the batch rows that this process's devices hold, so that it must read them.
 
-    Several processes hold the same rows if a mesh axis that does not split the batch crosses processes.
+    Several processes hold the same rows if a mesh axis that does not split the batch crosses processes. The array is
+    read-only.
     """
     sharding = jax.NamedSharding(mesh, RULES.spec("batch"))
     shares = sharding.addressable_devices_indices_map((batch_size_sequences,)).values()
-    return np.unique(np.concatenate([np.arange(batch_size_sequences)[rows] for rows in shares]))
+    rows = np.unique(np.concatenate([np.arange(batch_size_sequences)[rows] for rows in shares]))
+    rows.setflags(write=False)
+    return rows
 
 
 def put_batch(mesh: jax.sharding.Mesh, tokens_bxM: np.ndarray) -> jax.Array:
