@@ -22,6 +22,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pma_jax.config import Config
 
@@ -95,8 +96,8 @@ def observe(
     options, patience_steps = config.spikes, config.tokens_to_steps(config.spikes.patience_tokens)
     loss, log_norm = loss.astype(jnp.float32), jnp.log(gradient_norm.astype(jnp.float32) + LOG_EPSILON)
     finite = jnp.isfinite(loss) & jnp.isfinite(log_norm)
-    median, spread = _median_and_spread(detector.recent_losses, MIN_LOSS_SPREAD)
-    median_norm, spread_norm = _median_and_spread(detector.recent_log_norms, MIN_LOG_NORM_SPREAD)
+    medians, spreads = _medians_and_spreads(jnp.stack([detector.recent_losses, detector.recent_log_norms]))
+    (median, median_norm), (spread, spread_norm) = medians, spreads
     is_window_full = jnp.minimum(detector.losses, detector.norms) >= detector.recent_losses.size
     gradient_z = jnp.where(is_window_full, (log_norm - median_norm) / spread_norm, 0)
     rise_threshold = jnp.maximum(options.loss_z * spread, options.minimum_rise_nats)
@@ -193,9 +194,33 @@ def _track_spike(
     return dataclasses.replace(detector, far_out=far_out, onset=onset, loss_out=loss_out, back=back, declared=declared)
 
 
-def _median_and_spread(values_W: jax.Array, min_spread: float) -> tuple[jax.Array, jax.Array]:
-    median = jnp.median(values_W)
-    return median, jnp.maximum(MAD_TO_STD * jnp.median(jnp.abs(values_W - median)), min_spread)
+def _medians_and_spreads(values_2xW: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the median and the spread of the losses (row 0) and of the logarithms of norms (row 1), each [2]."""
+    medians_2 = _median(values_2xW)
+    spreads_2 = MAD_TO_STD * _median(jnp.abs(values_2xW - medians_2[:, None]))
+    return medians_2, jnp.maximum(spreads_2, jnp.array([MIN_LOSS_SPREAD, MIN_LOG_NORM_SPREAD]))
+
+
+def _median(values_RxW: jax.Array) -> jax.Array:
+    """Return the median [R] of each row of finite float32 values.
+
+    It is found digit by digit, by counting the values below a bound: with thousands of values, sorting them takes
+    twelve times as long on a CPU, a quarter of a step of a small model.
+    """
+    ranks_K = np.unique([(values_RxW.shape[1] - 1) // 2, values_RxW.shape[1] // 2]).astype(np.int32)
+    sign, bits_RxW = np.uint32(2**31), jax.lax.bitcast_convert_type(values_RxW, jnp.uint32)
+    # As unsigned integers, these are in the order of the values.
+    keys_RxW = jnp.where(bits_RxW < sign, bits_RxW + sign, ~bits_RxW)
+
+    def add_digit(i: jax.Array, found_RxK: jax.Array) -> jax.Array:
+        bounds_RxKx3 = found_RxK[..., None] + (np.arange(1, 4, dtype=np.uint32) << (30 - 2 * i).astype(jnp.uint32))
+        below_RxKx3 = jnp.sum(keys_RxW[:, None, None] < bounds_RxKx3[..., None], -1, dtype=jnp.int32)
+        digits_RxK = jnp.sum(below_RxKx3 <= ranks_K[:, None], -1, dtype=jnp.uint32)
+        return found_RxK + (digits_RxK << (30 - 2 * i).astype(jnp.uint32))
+
+    found_RxK = jax.lax.fori_loop(0, 16, add_digit, jnp.zeros((len(values_RxW), len(ranks_K)), jnp.uint32))
+    bits_RxK = jnp.where(found_RxK < sign, ~found_RxK, found_RxK - sign)
+    return jnp.mean(jax.lax.bitcast_convert_type(bits_RxK, jnp.float32), -1)
 
 
 def _add_to_window(

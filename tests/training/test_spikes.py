@@ -5,6 +5,7 @@ import functools
 import json
 from pathlib import Path
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -250,6 +251,18 @@ def test_z_scores_equal_numpys(window):
         before = values[:-1].astype(np.float32).astype(np.float64)
         spread = 1.4826 * np.median(np.abs(before - np.median(before)))
         assert z == pytest.approx((values[-1] - np.median(before)) / spread, rel=1e-3)
+
+
+@hypothesis.given(data=hypothesis.strategies.data(), window=hypothesis.strategies.sampled_from([1, 2, 7, 64, 65]))
+def test_the_median_is_numpys(data, window):
+    finite = hypothesis.strategies.floats(-(2.0**60), 2.0**60, width=32)
+    losses = np.array(data.draw(hypothesis.strategies.lists(finite, min_size=window, max_size=window)), np.float32)
+    detector = dataclasses.replace(spikes.empty_detector(window), recent_losses=jnp.asarray(losses))
+    observe = jax.jit(spikes.observe, static_argnums=1)
+    _, reading = observe(detector, in_steps(LIMITS), jnp.int32(1), jnp.float32(1), jnp.float32(1))
+    np.testing.assert_array_equal(reading.median_loss, np.median(losses))
+    spread = np.float32(1.4826) * np.median(np.abs(losses - np.median(losses)))
+    np.testing.assert_allclose(reading.loss_spread, max(spread, spikes.MIN_LOSS_SPREAD), rtol=1e-6)
 
 
 def test_trace_without_noise_has_no_outliers():
