@@ -14,20 +14,22 @@ import numpy as np
 from start_page import draw, report, summarize
 
 from pma_jax.analysis.comparison import roughness
-from pma_jax.config import Config, EvaluationConfig
+from pma_jax.config import Config
 from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.held_out import prepare_tokens, read_sample
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
+from pma_jax.studies import run_cache
 from pma_jax.studies.experiment import run_experiment
-from pma_jax.studies.planned import Branch, OtherWork, Plan, PlannedRun, complete_all
+from pma_jax.studies.planned import Branch, OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all
 from pma_jax.studies.study import DECIMALS, Study
 
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 STARTS = {"last": RAW, "merged": Cell("sma", 8)}
 EARLY = 100  # steps whose gradient norms are compared
+NORMS = f"the first {EARLY} gradient norms"
 UNITS = 8  # snapshots of each run
 JUDGED = "the part `report` of the held-out text of each task, as said above, the same for both starts"
 
@@ -65,11 +67,17 @@ def plan(study: Study) -> Plan:
     for size in study.sizes:
         tokens = study.trunk_config(size, study.seeds[0]).training.total_tokens
         trained = len(STARTS) * sum(len(task.rates) * tokens // task.token_divisor for task in TASKS.values())
-        texts = sum(len(task.rates) * task.text_factor for task in TASKS.values())
-        read = round(3.5 * len(STARTS) * texts * study.evaluation_tokens)
-        work += [PlannedRun(size, seed, needs_snapshots=True) for seed in study.seeds]
+        # At the first snapshot, at the end and on the part `select`; before the first step once for all rates.
+        counts = [len(STARTS) * (3 * len(task.rates) + 1) * task.text_factor for task in TASKS.values()]
+        read = round(sum(counts) * study.evaluation_tokens)
+        work += trunks(study, size)
         work += [OtherWork("runs from its snapshots", size, seed, trained, read) for seed in study.seeds]
     return work
+
+
+def trunks(study: Study, size: str) -> list[PlannedRun]:
+    """List the trunks from whose snapshots the runs start."""
+    return [PlannedRun(size, seed, needs_snapshots=True) for seed in study.seeds]
 
 
 def measure(study: Study) -> dict[str, Any]:
@@ -82,22 +90,27 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
 
     Returns:
         "tasks": {task: "document_tokens", "text": a description of the sample, and "rates": {rate: {start: [what
-        `measure_run` returns, for each seed]}}}.
+        `measure_seed` returns, for each seed]}}}.
     """
+    complete_all(study, trunks(study, size), study.workers)
     planned = {
-        (name, rate, start, seed): planned_run(study, size, seed, cell, task, rate)
+        (name, rate, start): [planned_run(study, size, seed, cell, task, rate) for seed in study.seeds]
         for name, task in TASKS.items()
         for rate in task.rates
         for start, cell in STARTS.items()
-        for seed in study.seeds
     }
-    complete_all(study, list(planned.values()), study.workers)
+    complete_all(study, [run for of in planned.values() for run in of], study.workers)
     tasks = {name: describe_text(study, size, task) | {"rates": {}} for name, task in TASKS.items()}
-    for (name, rate, start, seed), run in planned.items():
-        of_rate = tasks[name]["rates"].setdefault(f"{rate:g}", {start: [] for start in STARTS})
-        begin = merged(study, size, seed, STARTS[start])
-        shows_norms = seed == study.seeds[0]
-        of_rate[start].append(measure_run(study, run.get(study), TASKS[name], begin, shows_norms))
+    for name, task in TASKS.items():
+        begin = {start: begins(study, size, cell, task) for start, cell in STARTS.items()}
+        for rate in task.rates:
+            tasks[name]["rates"][f"{rate:g}"] = {
+                start: [
+                    {"begin": begin[start][i]} | measure_seed(study, run, shows_norms=i == 0)
+                    for i, run in enumerate(planned[name, rate, start])
+                ]
+                for start in STARTS
+            }
     return study.describe_size(size) | {"tasks": tasks}
 
 
@@ -106,18 +119,30 @@ def merged(study: Study, size: str, seed: int, cell: Cell) -> Snapshot:
     return study.merge(study.trunk(size, seed), cell, study.units)
 
 
+def task_config(study: Study, size: str, task: Task) -> Config:
+    """Return the configuration of a trunk with the data of a task, and the held-out text on which it is judged."""
+    config = study.trunk_config(size, study.seeds[0], task.changes)
+    evaluation = dataclasses.replace(config.evaluation, tokens=judged_tokens(study, task))
+    return dataclasses.replace(config, evaluation=evaluation)
+
+
+def judged_tokens(study: Study, task: Task) -> int:
+    """Return the held-out tokens that are read of a task."""
+    return round(task.text_factor * study.evaluation_tokens)
+
+
 def describe_text(study: Study, size: str, task: Task) -> dict[str, Any]:
     """Describe the held-out text of a task: the study's tokens of it, or all that there are."""
-    config = study.trunk_config(size, study.seeds[0], task.changes)
-    config = dataclasses.replace(config, evaluation=judging(study, config, task))
+    config = task_config(study, size, task)
     sample = read_sample(prepare_tokens(config), config, REPORT)
     return {"document_tokens": sample.counts_D.tolist(), "text": sample.describe()}
 
 
 def planned_run(study: Study, size: str, seed: int, cell: Cell, task: Task, rate: float) -> PlannedRun:
-    """Return a run that starts from a merge, with the optimizer of the trunk's last state or a fresh one.
+    """Return a run that starts from a merge, and what is read of it.
 
-    Its rate is `rate` times that of the trunk, and decays to 0 (cosine). With a fresh optimizer it is warmed up before.
+    It has the optimizer of the trunk's last state or a fresh one. Its rate is `rate` times that of the trunk, and
+    decays to 0 (cosine). With a fresh optimizer it is warmed up before.
     """
     config = study.trunk_config(size, seed)
     total = config.training.total_tokens // task.token_divisor
@@ -130,48 +155,72 @@ def planned_run(study: Study, size: str, seed: int, cell: Cell, task: Task, rate
     if task.restores_optimizer:
         changes += (f"checkpoint.interval_tokens={total // UNITS}",)
         branch = Branch(study.units, study.units + study.units // task.token_divisor, "cosine", changes, cell)
-        return PlannedRun(size, seed, (), branch)
-    changes += (
-        f"training.total_tokens={total}",
-        f"training.start_from={merged(study, size, seed, cell).path}",
-        f"schedule.warmup_tokens={total // 32}",
-        "schedule.decay=cosine",
-        f"schedule.decay_start_tokens={total // 32}",
-        "checkpoint.keep_states_at_tokens=()",
-    )
-    return PlannedRun(size, seed, changes, None, (), UNITS)
+        run = PlannedRun(size, seed, (), branch)
+    else:
+        changes += (
+            f"training.total_tokens={total}",
+            f"training.start_from={merged(study, size, seed, cell).path}",
+            f"schedule.warmup_tokens={total // 32}",
+            "schedule.decay=cosine",
+            f"schedule.decay_start_tokens={total // 32}",
+            "checkpoint.keep_states_at_tokens=()",
+        )
+        run = PlannedRun(size, seed, changes, units=UNITS)
+    early, end = ends(task)
+    judged = (PlannedEvaluation((RAW,), (early, end), REPORT), PlannedEvaluation((RAW,), (end,), SELECT))
+    tokens = judged_tokens(study, task)
+    return dataclasses.replace(run, evaluations=judged, evaluation_tokens=tokens, readings=(NORMS,))
 
 
-def judging(study: Study, config: Config, task: Task) -> EvaluationConfig:
-    """Return the evaluation of a task."""
-    return dataclasses.replace(config.evaluation, tokens=round(task.text_factor * study.evaluation_tokens))
+def ends(task: Task) -> tuple[int, int]:
+    """Return the positions of the first and the last snapshot of a run, in units of its interval."""
+    begin = UNITS * task.token_divisor if task.restores_optimizer else 0  # a branch counts the tokens of its trunk
+    return begin + 1, begin + UNITS
 
 
-def measure_run(study: Study, run: Run, task: Task, start: Snapshot, shows_norms: bool) -> dict[str, Any]:
-    """Return the losses of documents before the first step, at the first snapshot and the end, and gradient norms.
+def begins(study: Study, size: str, cell: Cell, task: Task) -> list[list[float]]:
+    """Return the summed loss of each document of a task before the first step, for each seed."""
+    config = task_config(study, size, task)
+    digest = read_sample(prepare_tokens(config), config, REPORT).digest
+
+    def read(run: Run) -> dict[str, float]:
+        (nats_D,) = evaluate_merges(config, [study.merge(run, cell, study.units)], [[1]], REPORT).sums
+        return {str(d): float(nats) for d, nats in enumerate(np.round(nats_D, DECIMALS))}
+
+    name = f"nats by document of {cell.text} at the end, text {digest}"
+    each = [run_cache.get_or_read(study.trunk(size, seed), name, read) for seed in study.seeds]
+    return [[stored[key] for key in sorted(stored, key=int)] for stored in each]
+
+
+def measure_seed(study: Study, planned: PlannedRun, shows_norms: bool) -> dict[str, Any]:
+    """Return the losses of documents of a run at the first snapshot and the end, and the roughness of gradient norms.
 
     Args:
         study: The study.
-        run: The run.
-        task: What it is trained on.
-        start: The weights that it started from.
+        planned: The run.
         shows_norms: Return the first gradient norms themselves, for a figure, and not only their roughness.
     """
-    config = dataclasses.replace(run.config, evaluation=judging(study, run.config, task))
-    each = [start, run.snapshots[0], run.snapshots[-1]]
-    sums = np.round(evaluate_merges(config, each, np.eye(len(each)), REPORT).sums, DECIMALS)
-    half = dataclasses.replace(config.evaluation, tokens=config.evaluation.tokens // 2)
-    (last,) = evaluate_merges(dataclasses.replace(config, evaluation=half), each[-1:], [[1]], SELECT).losses
-    records = [r for r in run.metrics if r["kind"] == "train"]
-    norms = [r["gradient_norm"] for r in records if r["tokens"] > run.start_tokens]
-    shown = {"gradient_norms": [round(norm, 4) for norm in norms[:EARLY]]} if shows_norms else {}
-    return shown | {
-        "begin": sums[0].tolist(),
-        "early": sums[1].tolist(),
-        "end": sums[2].tolist(),
-        "select_end": last.loss,
-        "early_roughness": roughness(norms[:EARLY]),
-    }
+    run, reading = planned.get(study), planned.study(study)
+    report, select = (reading.document_losses(run, one.cells, one.ends, one.part) for one in planned.evaluations)
+    early, end = (
+        np.round(report.nats[RAW, at * reading.unit_tokens(run)], DECIMALS).tolist()
+        for at in planned.evaluations[0].ends
+    )
+    (select_end,) = (float(nats_D.sum() / select.counts.sum()) for nats_D in select.nats.values())
+    norms = read_norms(run)
+    shown = {"gradient_norms": norms} if shows_norms else {}
+    return shown | {"early": early, "end": end, "select_end": select_end, "early_roughness": roughness(norms)}
+
+
+def read_norms(run: Run) -> list[float]:
+    """Return the first gradient norms of a run; kept in the cache of runs."""
+
+    def read(run: Run) -> dict[str, float]:
+        records = [r for r in run.metrics if r["kind"] == "train" and r["tokens"] > run.start_tokens]
+        return {str(i): round(record["gradient_norm"], 4) for i, record in enumerate(records[:EARLY])}
+
+    stored = run_cache.get_or_read(run, NORMS, read)
+    return [stored[key] for key in sorted(stored, key=int)]
 
 
 if __name__ == "__main__":
