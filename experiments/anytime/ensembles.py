@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pma_jax.evaluation.held_out import make_evaluator, read_sample_of_run
+from pma_jax.config import Config
+from pma_jax.evaluation.held_out import make_evaluator, prepare_tokens, read_sample
 from pma_jax.evaluation.sweep import snapshots_through
 from pma_jax.model.decoder import abstract_params
 from pma_jax.model.loss import evaluate
@@ -21,11 +22,19 @@ from pma_jax.studies import run_cache
 from pma_jax.studies.study import Study
 
 
+def ensemble_name(study: Study, config: Config, end: int, count: int, part: str) -> str:
+    """Return the name under which the cache has the losses of an ensemble of a run with this configuration."""
+    config = dataclasses.replace(
+        config, evaluation=dataclasses.replace(config.evaluation, tokens=study.evaluation_tokens)
+    )
+    digest = read_sample(prepare_tokens(config), config, part).digest
+    tokens = end * config.checkpoint.interval_tokens
+    return f"nats by document of the ensemble of {count} at {tokens} tokens, text {digest}"
+
+
 def ensemble_nats(study: Study, run: Run, end: int, count: int, part: str) -> list[float]:
     """Return the summed loss of each document, in nats, of the `count` newest points at unit `end`; cached."""
-    evaluation = study.evaluation_config(run)
-    digest = read_sample_of_run(run, part, evaluation).digest
-    tokens = end * study.unit_tokens(run)
+    evaluation, tokens = study.evaluation_config(run), end * study.unit_tokens(run)
 
     def measure(run: Run) -> dict[str, float]:
         config = dataclasses.replace(run.config, evaluation=evaluation)
@@ -41,6 +50,5 @@ def ensemble_nats(study: Study, run: Run, end: int, count: int, part: str) -> li
         nats_RxL = -np.log(probabilities)[: len(evaluator.sample.windows)]
         return {str(d): float(nats) for d, nats in enumerate(evaluator.sample.sum_by_document(nats_RxL))}
 
-    name = f"nats by document of the ensemble of {count} at {tokens} tokens, text {digest}"
-    stored = run_cache.get_or_read(run, name, measure)
+    stored = run_cache.get_or_read(run, ensemble_name(study, run.config, end, count, part), measure)
     return [stored[key] for key in sorted(stored, key=int)]

@@ -25,7 +25,7 @@ from contenders import (
     tuning_cells,
 )
 from costs import costs
-from ensembles import ensemble_nats
+from ensembles import ensemble_name, ensemble_nats
 
 from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.sweep import Cell
@@ -88,7 +88,10 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
     rivals = list_rivals(study, size)
     tried, best = search(study, size, rivals)
     settings = {rival.name: tuning.overrides(rival.axes, best[rival.name]) for rival in rivals}
-    measured = {rival.name: measure_rival(study, size, rival, settings[rival.name]) for rival in rivals}
+    chosen = choose_all(study, size, rivals, settings)
+    runs = report_runs(study, size, rivals, settings, chosen)
+    complete_all(study, [run for of in runs.values() for one in of for run in one], study.workers)
+    measured = {rival.name: measure_rival(study, rival, chosen[rival.name], runs[rival.name]) for rival in rivals}
     return study.describe_size(size) | {
         "ends": horizon_units(study),
         "tried": {name: describe(one, best[name]) for name, one in tried.items()},
@@ -206,11 +209,27 @@ def choices_of(study: Study, rival: Rival) -> dict[str, list[Cell]]:
     }
 
 
-def choose(study: Study, size: str, rival: Rival, setting: Sequence[str]) -> dict[str, dict[str, Cell]]:
-    """Choose the best model of each group at each horizon, on the tuning seeds and the part `select`."""
-    cells = choices_of(study, rival)
-    runs = [list_runs(study, size, rival, setting, seed, cells, SELECT) for seed in study.tuning_seeds]
-    complete_all(study, [run for of in runs for run in of], study.workers)
+def choose_all(
+    study: Study, size: str, rivals: Sequence[Rival], settings: dict[str, list[str]]
+) -> dict[str, dict[str, dict[str, Cell]]]:
+    """Choose the best models of every contender, on the tuning seeds and the part `select`.
+
+    Returns:
+        {contender: {horizon: {group: model}}}.
+    """
+    runs = {
+        rival.name: [
+            list_runs(study, size, rival, settings[rival.name], seed, choices_of(study, rival), SELECT)
+            for seed in study.tuning_seeds
+        ]
+        for rival in rivals
+    }
+    complete_all(study, [run for of in runs.values() for one in of for run in one], study.workers)
+    return {rival.name: choose(study, rival, runs[rival.name]) for rival in rivals}
+
+
+def choose(study: Study, rival: Rival, runs: Sequence[Sequence[PlannedRun]]) -> dict[str, dict[str, Cell]]:
+    """Choose the model of each group at each horizon with the lowest mean loss over the seeds of the runs."""
     losses, chosen = [read_select(study, of) for of in runs], {}
     for i, (horizon, end) in enumerate(horizon_units(study).items()):
         chosen[horizon] = {}
@@ -221,29 +240,60 @@ def choose(study: Study, size: str, rival: Rival, setting: Sequence[str]) -> dic
     return chosen
 
 
-def measure_rival(study: Study, size: str, rival: Rival, setting: Sequence[str]) -> dict[str, Any]:
+def report_runs(
+    study: Study,
+    size: str,
+    rivals: Sequence[Rival],
+    settings: dict[str, list[str]],
+    chosen: dict[str, dict[str, dict[str, Cell]]],
+) -> dict[str, list[list[PlannedRun]]]:
+    """List, for each contender and seed, the runs on which its chosen models are judged."""
+    runs = {}
+    for rival in rivals:
+        cells = {horizon: list(dict.fromkeys(of.values())) for horizon, of in chosen[rival.name].items()}
+        if rival.name == CONSTANT:
+            for horizon, end in horizon_units(study).items():
+                cells[horizon] += [cell for cell in [ensemble_mean(end)] if cell not in cells[horizon]]
+        each = [list_runs(study, size, rival, settings[rival.name], seed, cells, REPORT) for seed in study.seeds]
+        if rival.name == CONSTANT:
+            config = study.trunk_config(size, study.seeds[0], each[0][0].changes)
+            names = [
+                ensemble_name(study, config, end, ensemble_mean(end).window, REPORT)
+                for end in horizon_units(study).values()
+            ]
+            each = [[dataclasses.replace(run, readings=tuple(names)) for run in of] for of in each]
+        runs[rival.name] = each
+    return runs
+
+
+def ensemble_mean(end: int) -> Cell:
+    """Return the mean of the points of the ensemble at a unit."""
+    return Cell("sma", max(n for n in ENSEMBLES if n <= end // 2))
+
+
+def measure_rival(
+    study: Study, rival: Rival, chosen: dict[str, dict[str, Cell]], runs: Sequence[Sequence[PlannedRun]]
+) -> dict[str, Any]:
     """Return the losses of the chosen models of a contender at each horizon.
 
     Returns:
         {horizon: "chosen": {group: text of the merge}, and the losses on the part `report` as
         `Study.document_losses_over_seeds` returns them}.
     """
-    chosen = choose(study, size, rival, setting)
-    cells = {horizon: list(dict.fromkeys(of.values())) for horizon, of in chosen.items()}
-    runs = {seed: list_runs(study, size, rival, setting, seed, cells, REPORT) for seed in study.seeds}
-    complete_all(study, [run for of in runs.values() for run in of], study.workers)
     measured = {}
     for i, (horizon, end) in enumerate(horizon_units(study).items()):
         which = i if rival.needs_horizon else 0
-        get = get_by_seed(study, [of[which] for of in runs.values()])
-        losses = study.document_losses_over_seeds(get, cells[horizon], [end], REPORT)
+        get = get_by_seed(study, [of[which] for of in runs])
         texts = {group: cell.text for group, cell in chosen[horizon].items()}
+        cells = list(dict.fromkeys(chosen[horizon].values()))
         if rival.name == CONSTANT:
-            count = max(n for n in ENSEMBLES if n <= end // 2)
-            each = [ensemble_nats(study, get(seed), end, count, REPORT) for seed in study.seeds]
-            texts |= {SAME: f"sma:{count}", CEILING: f"ensemble of {count}"}
-            same = study.document_losses_over_seeds(get, [Cell("sma", count)], [end], REPORT)
-            losses["nats"] |= same["nats"] | {texts[CEILING]: {str(end): np.round(each, DECIMALS).tolist()}}
+            mean = ensemble_mean(end)
+            cells += [mean] if mean not in cells else []
+            texts |= {SAME: mean.text, CEILING: f"ensemble of {mean.window}"}
+        losses = study.document_losses_over_seeds(get, cells, [end], REPORT)
+        if rival.name == CONSTANT:
+            each = [ensemble_nats(study, get(seed), end, ensemble_mean(end).window, REPORT) for seed in study.seeds]
+            losses["nats"][texts[CEILING]] = {str(end): np.round(each, DECIMALS).tolist()}
         measured[horizon] = {"chosen": texts, **losses}
     return measured
 
