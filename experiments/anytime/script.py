@@ -250,24 +250,25 @@ def report_runs(
     """List, for each contender and seed, the runs on which its chosen models are judged."""
     runs = {}
     for rival in rivals:
-        cells = {horizon: list(dict.fromkeys(of.values())) for horizon, of in chosen[rival.name].items()}
-        if rival.name == CONSTANT:
-            for horizon, end in horizon_units(study).items():
-                cells[horizon] += [cell for cell in [ensemble_mean(end)] if cell not in cells[horizon]]
+        ends = horizon_units(study)
+        cells = {horizon: judged_cells(rival, of, ends[horizon]) for horizon, of in chosen[rival.name].items()}
         each = [list_runs(study, size, rival, settings[rival.name], seed, cells, REPORT) for seed in study.seeds]
         if rival.name == CONSTANT:
             config = study.trunk_config(size, study.seeds[0], each[0][0].changes)
-            names = [
-                ensemble_name(study, config, end, ensemble_mean(end).window, REPORT)
-                for end in horizon_units(study).values()
-            ]
+            names = [ensemble_name(study, config, end, ensemble_mean(end).window, REPORT) for end in ends.values()]
             each = [[dataclasses.replace(run, readings=tuple(names)) for run in of] for of in each]
         runs[rival.name] = each
     return runs
 
 
+def judged_cells(rival: Rival, chosen: dict[str, Cell], end: int) -> list[Cell]:
+    """List the models that are judged at a unit: the chosen ones and, at a constant rate, the ensemble's mean."""
+    more = [ensemble_mean(end)] if rival.name == CONSTANT else []
+    return list(dict.fromkeys([*chosen.values(), *more]))
+
+
 def ensemble_mean(end: int) -> Cell:
-    """Return the mean of the points of the ensemble at a unit."""
+    """Return the mean of the points that the ensemble at a unit has."""
     return Cell("sma", max(n for n in ENSEMBLES if n <= end // 2))
 
 
@@ -285,14 +286,11 @@ def measure_rival(
         which = i if rival.needs_horizon else 0
         get = get_by_seed(study, [of[which] for of in runs])
         texts = {group: cell.text for group, cell in chosen[horizon].items()}
-        cells = list(dict.fromkeys(chosen[horizon].values()))
+        losses = study.document_losses_over_seeds(get, judged_cells(rival, chosen[horizon], end), [end], REPORT)
         if rival.name == CONSTANT:
             mean = ensemble_mean(end)
-            cells += [mean] if mean not in cells else []
             texts |= {SAME: mean.text, CEILING: f"ensemble of {mean.window}"}
-        losses = study.document_losses_over_seeds(get, cells, [end], REPORT)
-        if rival.name == CONSTANT:
-            each = [ensemble_nats(study, get(seed), end, ensemble_mean(end).window, REPORT) for seed in study.seeds]
+            each = [ensemble_nats(study, get(seed), end, mean.window, REPORT) for seed in study.seeds]
             losses["nats"][texts[CEILING]] = {str(end): np.round(each, DECIMALS).tolist()}
         measured[horizon] = {"chosen": texts, **losses}
     return measured

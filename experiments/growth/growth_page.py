@@ -21,7 +21,11 @@ from pma_jax.studies.statistics import (
 
 MERGED, ANNEALED = "merged", "annealed"
 SAME_RATE = "annealed at the best rate of merging"
-NEIGHBOURS = (2, 1, 3)  # windows on either side of the best through which a parabola is fitted, the first elsewhere
+NEIGHBOURS = (
+    2,
+    1,
+    3,
+)  # windows on either side of the best through which a parabola is fitted, of tables and figures the first
 SERIES = {
     "parameters": "More parameters, at equal tokens per parameter",
     "tokens": "More tokens, at equal parameters",
