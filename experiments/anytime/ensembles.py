@@ -36,7 +36,7 @@ def ensemble_nats(study: Study, run: Run, end: int, count: int, part: str) -> li
     """Return the summed loss of each document, in nats, of the `count` newest points at unit `end`; cached."""
     evaluation, tokens = study.evaluation_config(run), end * study.unit_tokens(run)
 
-    def measure(run: Run) -> dict[str, float]:
+    def measure(run: Run) -> np.ndarray:
         config = dataclasses.replace(run.config, evaluation=evaluation)
         mesh = make_mesh(config.mesh)
         evaluator, abstract = make_evaluator(config, mesh, part), abstract_params(config.model, mesh)
@@ -48,7 +48,6 @@ def ensemble_nats(study: Study, run: Run, end: int, count: int, part: str) -> li
                 nats_RxL = evaluate(evaluator.graph, restore_params(snapshot, abstract), evaluator.batches)
             probabilities = probabilities + np.exp(-nats_RxL.astype(np.float64)) / count
         nats_RxL = -np.log(probabilities)[: len(evaluator.sample.windows)]
-        return {str(d): float(nats) for d, nats in enumerate(evaluator.sample.sum_by_document(nats_RxL))}
+        return evaluator.sample.sum_by_document(nats_RxL)
 
-    stored = run_cache.get_or_read(run, ensemble_name(study, run.config, end, count, part), measure)
-    return [stored[key] for key in sorted(stored, key=int)]
+    return run_cache.get_or_read_list(run, ensemble_name(study, run.config, end, count, part), measure)

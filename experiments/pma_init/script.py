@@ -183,13 +183,12 @@ def begins(study: Study, size: str, cell: Cell, task: Task) -> list[list[float]]
     config = task_config(study, size, task)
     digest = read_sample(prepare_tokens(config), config, REPORT).digest
 
-    def read(run: Run) -> dict[str, float]:
+    def read(run: Run) -> np.ndarray:
         (nats_D,) = evaluate_merges(config, [study.merge(run, cell, study.units)], [[1]], REPORT).sums
-        return {str(d): float(nats) for d, nats in enumerate(np.round(nats_D, DECIMALS))}
+        return np.round(nats_D, DECIMALS)
 
     name = f"nats by document of {cell.text} at the end, text {digest}"
-    each = [run_cache.get_or_read(study.trunk(size, seed), name, read) for seed in study.seeds]
-    return [[stored[key] for key in sorted(stored, key=int)] for stored in each]
+    return [run_cache.get_or_read_list(study.trunk(size, seed), name, read) for seed in study.seeds]
 
 
 def measure_seed(study: Study, planned: PlannedRun, shows_norms: bool) -> dict[str, Any]:
@@ -215,12 +214,11 @@ def measure_seed(study: Study, planned: PlannedRun, shows_norms: bool) -> dict[s
 def read_norms(run: Run) -> list[float]:
     """Return the first gradient norms of a run; kept in the cache of runs."""
 
-    def read(run: Run) -> dict[str, float]:
+    def read(run: Run) -> list[float]:
         records = [r for r in run.metrics if r["kind"] == "train" and r["tokens"] > run.start_tokens]
-        return {str(i): round(record["gradient_norm"], 4) for i, record in enumerate(records[:EARLY])}
+        return [round(record["gradient_norm"], 4) for record in records[:EARLY]]
 
-    stored = run_cache.get_or_read(run, NORMS, read)
-    return [stored[key] for key in sorted(stored, key=int)]
+    return run_cache.get_or_read_list(run, NORMS, read)
 
 
 if __name__ == "__main__":

@@ -199,6 +199,12 @@ def get_or_read(run: Run, name: str, read: Callable[[Run], dict[str, float]]) ->
     return stored[name]
 
 
+def get_or_read_list(run: Run, name: str, read: Callable[[Run], Iterable[float]]) -> list[float]:
+    """Return a list of numbers like `get_or_read`; each is stored under its index."""
+    stored = get_or_read(run, name, lambda run: {str(i): float(number) for i, number in enumerate(read(run))})
+    return [stored[key] for key in sorted(stored, key=int)]
+
+
 def readings(run: Run) -> Readings:
     """Return the numbers that were read of a run's snapshots, by name."""
     path = run.path.parent / READINGS
