@@ -243,7 +243,13 @@ def test_states_from_before_a_spike_are_kept_for_the_optimizer(workspace, tmp_pa
 @pytest.mark.parametrize(
     "keys",
     [
-        {"optimizer__name": "gpa_adamw", "optimizer__gpa_half_life_tokens": 2 * STEP, "spikes__optimizer": "keep"},
+        # The average makes GPA more stable: its ramp is twice as steep, so that it diverges with every seed.
+        {
+            "optimizer__name": "gpa_adamw",
+            "optimizer__gpa_half_life_tokens": 2 * STEP,
+            "schedule__peak_rate": 12.0,
+            "spikes__optimizer": "keep",
+        },
         {"optimizer__bema_interval_tokens": 3 * STEP, "optimizer__bema_start_tokens": 20 * STEP},
     ],
     ids=["gpa", "bema"],
