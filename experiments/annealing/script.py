@@ -125,11 +125,12 @@ def search(
 ) -> tuple[dict[str, Tuned], dict[str, Any]]:
     """Search shapes on one seed, and measure the best settings of each on all; return them, and the best one."""
     measure_on = functools.partial(losses, study, size, horizon)
-    tuned, best = tuning.search(contenders, measure_on, study.seeds, FINALISTS, study.searches_settings)
-    shape = min(best, key=lambda name: tuned[name].mean(best[name]))
-    one = tuned[shape]
-    setting = overrides(study, size, horizon, shape, one.contender.overrides(best[shape]))
-    return tuned, {"shape": shape, "units": UNITS, "setting": list(setting), "losses": one.losses[best[shape]]}
+    tuned, finalists = tuning.search(contenders, measure_on, study.seeds, FINALISTS, study.searches_settings)
+    for shape, of_shape in finalists.items():
+        tuned[shape].losses.update(of_shape.losses)
+    shape, one = min(finalists.items(), key=lambda item: item[1].mean(item[1].best))
+    setting = overrides(study, size, horizon, shape, one.contender.overrides(one.best))
+    return tuned, {"shape": shape, "units": UNITS, "setting": list(setting), "losses": one.losses[one.best]}
 
 
 def losses(

@@ -1,8 +1,10 @@
-"""The page of the experiment: tables, the row of the index, and the figure."""
+"""The page of the experiment: the contenders against the target and each other, the row of the index, the figure."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from contenders import CEILING, MODEL
+from contenders import BATCH, CONSTANT, MODEL, PARTIAL, RATE
+from search_page import describe_searched, format_checks, format_costs
 
 from pma_jax.evaluation.sweep import RAW
 from pma_jax.reporting.drawing import to_png
@@ -11,173 +13,189 @@ from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, judge
 
-
-def difference(size: dict[str, Any], rival: str, horizon: str, group: str) -> MeanEstimate:
-    """Estimate the loss of a contender's model less that of the target, over seeds and documents."""
-    of, target = size["rivals"][rival][horizon], size["target"][horizon]
-    ours = of["nats"][of["chosen"][group]][str(size["ends"][horizon])]
-    theirs = target["nats"][RAW.text][str(target["end"])]
-    return difference_over_documents(ours, theirs, of["document_tokens"])
-
-
-def cells(size: dict[str, Any]) -> list[tuple[str, str]]:
-    """List the contenders of a size with each group of their models."""
-    first = next(iter(size["ends"]))
-    return [(rival, group) for rival, of in size["rivals"].items() for group in of[first]["chosen"]]
+Cell = tuple[str, str, str]  # a contender, a group of its models, and a horizon
 
 
 def report(results: dict[str, Any]) -> str:
     """Format, for each size, the target, the difference of every contender's models from it, and the settings."""
     margin, parts = results["made"]["margin"], []
     for name, size in results["sizes"].items():
-        parts += [f"### {name}", describe_targets(size), format_differences(size, margin)]
-        parts += [format_settings(size), format_tried(size), format_costs(size)]
+        parts += [f"### {name}", describe_targets(size), format_differences(size, margin), format_gains(size)]
+        parts += [format_ensembles(size), format_checks(size), describe_searched(size), format_costs(size)]
     return "\n\n".join(parts)
+
+
+# --- Estimates --------------------------------------------------------------------------------------------------------
+
+
+def nats(size: dict[str, Any], rival: str, group: str, horizon: str) -> list[list[float]]:
+    """Return the summed losses of a contender's chosen model, of each seed on each document."""
+    of = size["rivals"][rival][horizon]
+    return of["nats"][of["chosen"][group]][str(size["ends"][horizon])]
+
+
+def target_nats(size: dict[str, Any], horizon: str) -> list[list[float]]:
+    """Return the summed losses of the target, of each seed on each document."""
+    target = size["target"][horizon]
+    return target["nats"][RAW.text][str(target["end"])]
+
+
+def difference(
+    size: dict[str, Any], horizon: str, first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]
+) -> MeanEstimate:
+    """Estimate the loss of one model less that of another, over seeds and documents."""
+    return difference_over_documents(first, second, size["target"][horizon]["document_tokens"])
+
+
+def less_target(size: dict[str, Any], rival: str, group: str, horizon: str) -> MeanEstimate:
+    """Estimate the loss of a contender's model less that of the target."""
+    return difference(size, horizon, nats(size, rival, group, horizon), target_nats(size, horizon))
+
+
+def cells(size: dict[str, Any]) -> list[Cell]:
+    """List the contenders of a size with each group of their models and each horizon."""
+    first = next(iter(size["ends"]))
+    groups = [(rival, group) for rival, of in size["rivals"].items() for group in of[first]["chosen"]]
+    return [(rival, group, horizon) for rival, group in groups for horizon in size["ends"]]
+
+
+def judge_all(size: dict[str, Any], margin: float) -> dict[Cell, str]:
+    """Judge the difference of every contender's models from the target, all cells together; see `statistics.judge`."""
+    every = cells(size)
+    return dict(zip(every, judge([less_target(size, *cell) for cell in every], margin), strict=True))
+
+
+def best_group(size: dict[str, Any], rival: str, horizon: str, without: tuple[str, ...] = ()) -> str:
+    """Return the group of a contender's models with the lowest loss on the part `select`, on the tuning seeds."""
+    losses = size["rivals"][rival][horizon]["select"]
+    return min((group for group in losses if group not in without), key=losses.__getitem__)
+
+
+def lowest(size: dict[str, Any]) -> str:
+    """Return the contender without a horizon that has the lowest mean loss on `select`, on the tuning seeds."""
+    rivals = {rival: of for rival, of in size["rivals"].items() if rival != PARTIAL}
+    return min(rivals, key=lambda rival: sum(min(at["select"].values()) for at in rivals[rival].values()))
+
+
+# --- Tables -----------------------------------------------------------------------------------------------------------
+
+
+def title(rival: str) -> str:
+    """Return the name of a contender with what a reader has to know of it."""
+    return f"{rival} (needs the horizon)" if rival == PARTIAL else rival
 
 
 def describe_targets(size: dict[str, Any]) -> str:
     """Describe the best annealing of each horizon."""
-    lines = []
+    lines, totals = [], []
     for horizon, target in size["target"].items():
-        setting = ", ".join(f"`{key}`" for key in target["setting"])
-        lines.append(
-            f"- {horizon}: {pages.format_mean(pages.seed_losses(target, RAW.text, target['end']))} ({setting})"
-        )
+        keys = dict(text.split("=", 1) for text in target["setting"])
+        total, start = int(keys["training.total_tokens"]), int(keys["schedule.decay_start_tokens"])
+        loss = pages.format_mean(pages.seed_losses(target, RAW.text, target["end"]))
+        totals.append(total)
+        setting = f"`{keys['schedule.decay']}` decay over the last {1 - start / total:.0%}"
+        setting += "".join(f", {name} `{keys[key]}`" for name, key in (("rate", RATE), ("batch", BATCH)) if key in keys)
+        lines.append(f"- {horizon}, {total / 1e6:.2f}M tokens: {loss} ({setting})")
     return (
-        "The target, the best annealing that ends at each horizon (nats per token, mean over seeds):\n\n"
-        + "\n".join(lines)
+        f"{size['parameters'] / 1e6:.2f}M parameters. The target, the best annealing of AdamW that ends at each "
+        "horizon (nats per token, mean over seeds):\n\n" + "\n".join(lines) + "\n\n"
+        f"The models at all horizons take {max(totals) / 1e6:.2f}M tokens with a contender that needs no horizon, and "
+        f"{sum(totals) / 1e6:.2f}M with the target and the reference."
     )
 
 
 def format_differences(size: dict[str, Any], margin: float) -> str:
-    """Format the difference of every contender's models from the target at each horizon."""
-    rows = []
-    for rival, group in cells(size):
-        row = [rival, group]
-        for horizon in size["ends"]:
-            of = size["rivals"][rival][horizon]
-            chosen = "" if group == MODEL else f" ({of['chosen'][group]})"
-            row.append(pages.format_interval(difference(size, rival, horizon, group).interval()) + chosen)
-        rows.append(row)
+    """Format the difference of every contender's models from the target at each horizon, and what it shows."""
+    verdicts = judge_all(size, margin)
+    rows: dict[tuple[str, str], list[str]] = {}
+    for (rival, group, horizon), verdict in verdicts.items():
+        chosen = "" if group == MODEL else f" ({size['rivals'][rival][horizon]['chosen'][group]})"
+        interval = pages.format_interval(less_target(size, rival, group, horizon).interval())
+        row = rows.setdefault((rival, group), [title(rival), group])
+        row.append(f"{interval} {verdict}{chosen}")
     header = ["contender", "model", *(f"less the target at {horizon}" for horizon in size["ends"])]
-    found = [
-        f"{rival}, {group}, at {horizon}: {pages.describe_difference(estimate, margin)}"
-        for (rival, group, horizon), estimate in reached(size, margin).items()
-    ]
+    intervals = [less_target(size, *cell).interval(0.9) for cell in verdicts]
+    wide = sum(interval.high - interval.mean > margin for interval in intervals)
     return (
-        pages.format_table(header, rows)
-        + "\n\nNats per token, with 95% intervals over seeds and documents; positive: the annealing is better. The "
-        "best model of a group was chosen on the part `select`. "
-        + f"Equal to the target within {margin:g} nats (two one-sided tests), or below it, with at most 5% false ones "
-        f"among them (Benjamini and Hochberg): {'; '.join(found) or 'none'}."
+        pages.format_table(header, rows.values())
+        + "\n\nNats per token, with 95% intervals over seeds and documents; negative: lower than the annealing. All "
+        "cells are tested together, once for a difference and once for equality "
+        f"within {margin:g} nats, each with at most 5% false findings (Benjamini and Hochberg). In {wide} of "
+        f"{len(verdicts)} cells the 90% interval is wider than ±`{margin:g}`, so that equality cannot be shown."
     )
 
 
-def reached(size: dict[str, Any], margin: float) -> dict[tuple[str, str, str], MeanEstimate]:
-    """Return the contenders, groups and horizons whose loss is equal to that of the target or below it.
-
-    All cells of the table are tested together, except those of the ensemble.
-    """
-    estimates = {
-        (rival, group, horizon): difference(size, rival, horizon, group)
-        for rival, group in cells(size)
-        if group != CEILING
-        for horizon in size["ends"]
-    }
-    verdicts = judge(list(estimates.values()), margin)
-    return {
-        cell: estimate
-        for (cell, estimate), verdict in zip(estimates.items(), verdicts, strict=True)
-        if verdict in ("equal", "lower")
-    }
-
-
-def format_costs(size: dict[str, Any]) -> str:
-    """Format what each contender costs in training: memory of its state, and time of a step."""
+def format_gains(size: dict[str, Any]) -> str:
+    """Format what merging adds to each contender's own model, and what each contender adds to merging."""
     rows = []
-    for rival, cost in size["costs"].items():
-        middle, low, high = cost["step_ms"]
-        memory = cost["state_bytes"] / cost["parameter_bytes"]
-        rows.append([rival, f"{memory:.2f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"])
-    return pages.format_table(["contender", "state, in parameters", "step, ms (quartiles)"], rows) + (
-        "\n\nMedians in turn, at the batch of the configuration; AdamW keeps 3 times the parameters, and a block mean "
-        "one more. A merge of N snapshots reads N models from the disk, and needs no memory while training."
+    for rival in size["rivals"]:
+        row, more = [title(rival)], []
+        for horizon in size["ends"]:
+            merge = nats(size, rival, best_group(size, rival, horizon, (MODEL,)), horizon)
+            gain = difference(size, horizon, merge, nats(size, rival, MODEL, horizon))
+            row.append(pages.format_interval(gain.interval()))
+            best = nats(size, rival, best_group(size, rival, horizon), horizon)
+            constant = nats(size, CONSTANT, best_group(size, CONSTANT, horizon), horizon)
+            less = difference(size, horizon, best, constant).interval()
+            more.append(pages.format_interval(less) if rival != CONSTANT else "")
+        rows.append([*row, *more])
+    header = ["contender"]
+    header += [f"its merge less its model, {horizon}" for horizon in size["ends"]]
+    header += [f"less the constant rate, {horizon}" for horizon in size["ends"]]
+    return pages.format_table(header, rows) + (
+        "\n\nWhat merging adds to each method (its best merge less its own model, of the same runs), and what each "
+        "method adds to merging (its best model less that of the constant rate). The best group is that of the tuning "
+        "seeds and the part `select`. Intervals over seeds and documents, without correction for their number."
     )
 
 
-def format_settings(size: dict[str, Any]) -> str:
-    """Format the best setting of each contender, and how many were tried."""
+def format_ensembles(size: dict[str, Any]) -> str:
+    """Compare the ensemble of the newest points at a constant rate with their mean and with the target."""
     rows = []
-    for rival, tried in size["tried"].items():
-        best = next(one for one in tried if one["setting"] == size["settings"][rival])
-        loss = pages.format_mean(best["losses"])
-        setting = ", ".join(f"`{key}`" for key in best["setting"])
-        rows.append([rival, setting, str(len(tried)), loss, "yes" if best["is_at_edge"] else "no"])
-    header = ["contender", "best setting", "settings tried", "loss", "a neighbour was not tried"]
-    note = (
-        "The loss of a setting is the mean over all horizons of that of the best model at each, on the part `select` "
-        "and on tuning seeds; the others were judged at a quarter, on one seed."
-    )
-    return pages.format_table(header, rows) + "\n\n" + note
+    for horizon, of in size["rivals"][CONSTANT].items():
+        ensemble = of["ensemble"]
+        mean = of["nats"][ensemble["mean"]][str(size["ends"][horizon])]
+        row = [f"{horizon}, {ensemble['points']} points"]
+        for second in (mean, target_nats(size, horizon)):
+            row.append(pages.format_interval(difference(size, horizon, ensemble["nats"], second).interval()))
+        rows.append(row)
+    header = ["constant rate", "ensemble less the mean of the same points", "ensemble less the target"]
+    return pages.format_table(header, rows)
 
 
-def format_tried(size: dict[str, Any]) -> str:
-    """List every setting that was tried of each contender; all contenders have the same number."""
-    rows = []
-    for rival, tried in size["tried"].items():
-        keys = " / ".join(text.partition("=")[0].rpartition(".")[2] for text in tried[0]["setting"])
-        each = []
-        for one in tried:
-            values = " / ".join(text.partition("=")[2] for text in one["setting"])
-            loss = f"{sum(one['losses']) / len(one['losses']):.2f}" if one["losses"] else "diverged"
-            seeds = f", {len(one['losses'])} seeds" if one["losses"] and len(one["losses"]) > 1 else ""
-            each.append(f"`{values}`: {loss}{seeds}")
-        rows.append([rival, f"`{keys}`", "; ".join(each)])
-    table = pages.format_table(["contender", "keys", "settings and losses"], rows)
-    return f"<details><summary>All settings</summary>\n\n{table}\n\n</details>"
-
-
-def best_cell(size: dict[str, Any]) -> tuple[str, str]:
-    """Return the contender and the group with the lowest mean difference from the target over the horizons."""
-    return min(
-        (cell for cell in cells(size) if cell[1] != CEILING),
-        key=lambda cell: sum(difference(size, cell[0], horizon, cell[1]).mean for horizon in size["ends"]),
-    )
+# --- The index and the figure -----------------------------------------------------------------------------------------
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
-    """Summarize the contender that is the nearest to the target."""
+    """Summarize the contender with the lowest loss on the text and seeds of the choice."""
     margin, found, effects = results["made"]["margin"], [], []
     for name, size in results["sizes"].items():
-        rival, group = best_cell(size)
-        estimates = {horizon: difference(size, rival, horizon, group) for horizon in size["ends"]}
-        at = [horizon for horizon in estimates if (rival, group, horizon) in reached(size, margin)]
-        equal = f"equal within {margin:g} nats, or below, at {', '.join(at) or 'no horizon'}"
-        found.append(f"{name}: {rival} ({group}), {equal}")
-        each = [f"{horizon} {pages.format_interval(one.interval())}" for horizon, one in estimates.items()]
-        effects.append(f"{name}: {', '.join(each)} nats")
+        rival, verdicts = lowest(size), judge_all(size, margin)
+        groups = {horizon: best_group(size, rival, horizon) for horizon in size["ends"]}
+        at = [f"{verdicts[rival, group, horizon]} at {horizon}" for horizon, group in groups.items()]
+        model = f"{rival} ({', then '.join(dict.fromkeys(groups.values()))})"
+        found.append(f"{name}: {model}: {', '.join(at)}")
+        each = [pages.format_interval(less_target(size, rival, group, h).interval()) for h, group in groups.items()]
+        effects.append(f"{name}: {model}: {', '.join(each)} nats")
     return IndexRow(
         13,
-        "Is there a model to serve at any time, as good as the best annealing that ends there?",
-        "PMA, Fig. 3; schedule-free; GPA; SNOO; BEMA: no annealing is needed",
-        f"the nearest to the best annealing: {'; '.join(found)}",
-        f"its loss less the annealed: {'; '.join(effects)}",
+        "Without a fixed horizon, is there at any time a model as good as one that was annealed for that time?",
+        "PMA, Fig. 3: merged is comparable to annealed; schedule-free, 2602.03702: no horizon is needed",
+        "the contender that is the best on other seeds and text, against the best annealing of AdamW ("
+        f"equality is within {margin:g} nats): {'; '.join(found)}",
+        f"its loss less the annealed, at a quarter, half and all: {'; '.join(effects)}",
     )
 
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """Draw the difference of each contender's best group from the target against the horizon."""
+    """Draw the difference of each contender's best model from the target against the horizon."""
     panels = []
     for name, size in results["sizes"].items():
         lines = []
         for rival in size["rivals"]:
-            group = min(
-                (group for other, group in cells(size) if other == rival and group != CEILING),
-                key=lambda group, rival=rival: sum(difference(size, rival, h, group).mean for h in size["ends"]),
-            )
-            tokens = [end * size["unit_tokens"] for end in size["ends"].values()]
-            intervals = [difference(size, rival, horizon, group).interval() for horizon in size["ends"]]
-            lines.append(interval_line(f"{rival}, {group}", tokens, intervals))
-        title = f"{name}: nats per token above the best annealing"
-        panels.append(LinePanel(title, "tokens", lines, zero_line=True, log_x=True))
+            tokens = [end * size["unit_tokens"] / 1e6 for end in size["ends"].values()]
+            intervals = [less_target(size, rival, best_group(size, rival, h), h).interval() for h in size["ends"]]
+            lines.append(interval_line(title(rival), tokens, intervals))
+        panel_title = f"{name}: nats per token above the best annealing"
+        panels.append(LinePanel(panel_title, "million tokens", lines, zero_line=True, log_x=True))
     return {"figure.png": to_png(draw_lines(panels, columns=2))}

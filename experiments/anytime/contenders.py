@@ -5,6 +5,7 @@ without further training. Positions are in units, of which a run has `Study.unit
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from pma_jax.evaluation.sweep import RAW, Cell
@@ -13,7 +14,7 @@ from pma_jax.studies.targets import HORIZONS
 from pma_jax.studies.tuning import Axis, Position
 
 RATE, BATCH = "schedule.peak_rate", "training.batch_size_sequences"
-CONSTANT, INVERSE_SQRT, PARTIAL = "constant rate", "1/sqrt(t)", "partial decay"
+CONSTANT, INVERSE_SQRT, BEMA, PARTIAL = "constant rate", "1/sqrt(t)", "BEMA", "partial decay"
 # Keys of a contender's configuration that do not change, and the key of its own that is tuned. Values and scales in
 # tokens are multiples of the tokens between two snapshots.
 METHODS: dict[str, tuple[tuple[str, ...], Axis | None]] = {
@@ -25,10 +26,10 @@ METHODS: dict[str, tuple[tuple[str, ...], Axis | None]] = {
         ("replicas.method=diloco", "replicas.count=1", "replicas.interval_tokens={third}"),
         Axis("replicas.diloco_rate", 0.7, 10 / 7),
     ),
-    "BEMA": (("optimizer.bema_interval_tokens={twelfth}",), Axis("optimizer.bema_start_tokens", 2, 2)),
+    BEMA: (("optimizer.bema_interval_tokens={twelfth}",), Axis("optimizer.bema_start_tokens", 2, 2)),
     PARTIAL: (("schedule.decay=linear",), Axis("schedule.final_rate", 0.3, 2)),
 }
-PARTIAL_SHARE = 0.5  # of the tokens over which the rate of PARTIAL decays, to a share of the peak rate
+DECAY_SHARE = 0.5  # of the tokens over which the rate decays, of contenders that need the horizon
 WITHOUT_ROUTER_BIAS = ("schedule-free", "GPA")  # their optimizers refuse a mixture that has one
 WITH_BLOCK_MEANS = (CONSTANT, INVERSE_SQRT)
 WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # snapshots of a merge
@@ -36,8 +37,7 @@ SIGMAS = (0.05, 0.1, 0.15)  # of power-function averages over all snapshots
 LAGS = (0.0, 0.25, 0.5, 0.75)  # of the fits with two parameters, width and lag; plain means have a lag of 1
 FIRST_RATES = (-2, 0, 2)  # positions of the first settings, factors of 2; the search goes on in factors of sqrt 2
 MODEL, POINTS, BLOCKS = "its model", "merge of points", "merge of block means"
-ENSEMBLES = (1, 2, 4, 8)  # points of an ensemble: the largest that half of a horizon has
-SAME, CEILING = "mean of the points of the ensemble", "ensemble of points"  # the second is no model to serve
+ENSEMBLES = (1, 2, 4, 8)  # points of an ensemble: the largest number that half of a horizon has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,6 @@ class Rival:
     changes: tuple[str, ...]
     axes: tuple[Axis, ...]
     needs_horizon: bool  # so that each horizon is a run of its own
-    shortest_tokens: int  # of a run: those of the first horizon
 
     @property
     def grid(self) -> tuple[Position, ...]:
@@ -56,14 +55,9 @@ class Rival:
         return tuple((rate, *[0] * (len(self.axes) - 1)) for rate in FIRST_RATES)
 
     def is_allowed(self, position: Position) -> bool:
-        """Return whether a setting is one of the contender.
-
-        The rate of a partial decay ends below its peak, and that of 1/sqrt(t) begins to fall in the shortest run.
-        """
+        """Return whether a setting is one of the contender: the rate of a partial decay ends below its peak."""
         values = [axis.value(i) for axis, i in zip(self.axes, position, strict=True)]
-        if self.name == PARTIAL:
-            return values[2] < values[0]
-        return self.name != INVERSE_SQRT or values[2] < self.shortest_tokens
+        return self.name != PARTIAL or values[2] < values[0]
 
 
 def list_rivals(study: Study, size: str) -> list[Rival]:
@@ -78,10 +72,11 @@ def list_rivals(study: Study, size: str) -> list[Rival]:
         if config.model.experts and config.model.router_bias and name in WITHOUT_ROUTER_BIAS:
             continue
         if own and own.key.endswith("_tokens"):
-            # A decay cannot start during the warm-up.
+            # A decay starts after the warm-up; what starts after the first horizon has no effect there.
             minimum = config.schedule.warmup_tokens if own.key == "schedule.decay_start_tokens" else 0
+            limit = config.training.total_tokens // max(HORIZONS.values()) if "start" in own.key else math.inf
             # Of few units, as in tests, the scales are shorter.
-            own = dataclasses.replace(own, base=min(own.base, study.units // 8) * unit, minimum=minimum)
+            own = dataclasses.replace(own, base=min(own.base, study.units // 8) * unit, minimum=minimum, limit=limit)
         if own and own.key == "schedule.final_rate":
             own = dataclasses.replace(own, base=own.base * rate)
         kinds = "point,block_mean" if name in WITH_BLOCK_MEANS else "point"
@@ -90,9 +85,13 @@ def list_rivals(study: Study, size: str) -> list[Rival]:
             f"checkpoint.kinds={kinds}",
             "checkpoint.keep_states_at_tokens=()",
         )
-        shortest = config.training.total_tokens // max(HORIZONS.values())
-        rivals.append(Rival(name, given, (*common, own) if own else common, name == PARTIAL, shortest))
+        rivals.append(Rival(name, given, (*common, own) if own else common, name == PARTIAL))
     return rivals
+
+
+def with_decay(rival: Rival) -> Rival:
+    """Return the contender with a linear decay to 0, whose horizons are runs of their own."""
+    return dataclasses.replace(rival, changes=(*rival.changes, "schedule.decay=linear"), needs_horizon=True)
 
 
 def tuning_cells(end: int) -> list[Cell]:
@@ -122,5 +121,5 @@ def horizon_changes(study: Study, size: str, rival: Rival, setting: Sequence[str
     if divisor > 1 or rival.needs_horizon:
         changes += (f"training.total_tokens={total}",)
     if rival.needs_horizon:
-        changes += (f"schedule.decay_start_tokens={round(total * (1 - PARTIAL_SHARE))}",)
+        changes += (f"schedule.decay_start_tokens={round(total * (1 - DECAY_SHARE))}",)
     return changes

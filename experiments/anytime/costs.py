@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from contenders import BATCH, Rival, horizon_changes
+from contenders import BATCH, BEMA, Rival, horizon_changes
 
 from pma_jax.config import Config
 from pma_jax.model.decoder import graph_definition
@@ -21,7 +21,8 @@ from pma_jax.training.state import abstract_state, init_state_from_seed, synchro
 from pma_jax.training.step import make_train_step
 
 ROUNDS = 15
-STEPS = 24  # per round and contender: several intervals of what is done at intervals
+STEPS = 96  # per round and contender: several intervals of what is done at intervals
+FROM_THE_START = "optimizer.bema_start_tokens=0"  # updates of BEMA begin at once, so that they are timed
 
 
 def costs(study: Study, size: str, rivals: Sequence[Rival], settings: dict[str, list[str]]) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def costs(study: Study, size: str, rivals: Sequence[Rival], settings: dict[str, 
     configs = {}
     for rival in rivals:
         setting = [text for text in settings[rival.name] if not text.startswith(f"{BATCH}=")]
+        setting += [FROM_THE_START] if rival.name == BEMA else []
         configs[rival.name] = study.trunk_config(size, study.seeds[0], horizon_changes(study, size, rival, setting, 1))
     turns = {name: _step_turn(config) for name, config in configs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in turns}

@@ -1,7 +1,7 @@
 """The loss of an ensemble of snapshots: the probability of each token is the mean of those of the snapshots.
 
-It costs as many forward passes as it has snapshots. It is no contender: beside the mean of the same snapshots, it shows
-what a merge loses because a model is not linear in its weights.
+It costs as many forward passes as it has snapshots, and is no contender. The mean of the weights of the same snapshots
+is compared with it.
 """
 
 import dataclasses

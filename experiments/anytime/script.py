@@ -8,22 +8,13 @@ import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from anytime_page import draw, report, summarize
-from contenders import (
-    CEILING,
-    CONSTANT,
-    ENSEMBLES,
-    FIRST_RATES,
-    SAME,
-    Rival,
-    groups,
-    horizon_changes,
-    list_rivals,
-    tuning_cells,
-)
+from checks import DECAYED, measure_checks
+from contender_runs import best_losses, list_runs, read_select
+from contenders import CONSTANT, ENSEMBLES, FIRST_RATES, Rival, groups, list_rivals, tuning_cells
 from costs import costs
 from ensembles import ensemble_name, ensemble_nats
 
@@ -31,7 +22,7 @@ from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.studies import tuning
 from pma_jax.studies.experiment import run_experiment
-from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all, get_by_seed
+from pma_jax.studies.planned import OtherWork, Plan, PlannedRun, complete_all, get_by_seed
 from pma_jax.studies.study import DECIMALS, Study
 from pma_jax.studies.targets import HORIZONS, horizon_units, read_target, target_runs
 from pma_jax.studies.tuning import Contender, Tuned
@@ -42,6 +33,13 @@ FINALISTS = 3  # settings of each contender that are measured at all horizons, o
 LIMIT = 48  # settings of each contender on the first seed: with three axes, a search can take more than 32
 EXPECTED_SETTINGS = 34  # of these, for the estimate of the machine time
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
+
+
+class Choice(NamedTuple):
+    """The model of a group that was chosen, and its mean loss over the tuning seeds on the part `select`."""
+
+    cell: Cell
+    loss: float
 
 
 def plan(study: Study) -> Plan:
@@ -72,6 +70,12 @@ def plan(study: Study) -> Plan:
             choices = sum(len(of) for rival in rivals for of in choices_of(study, rival).values())
             read = (runs * cells + choices) * tokens // 2
             work.append(OtherWork(f"{size}, finalists", size, seed, runs * total, read))
+            # The two checks: contenders with a decay, and all of them and the target at the first horizon.
+            decayed = len(DECAYED) * sum(total // divisor for divisor in HORIZONS.values())
+            at_first = 2 * (len(rivals) + 1) * total // max(HORIZONS.values())
+            work.append(
+                OtherWork(f"{size}, checks", size, seed, decayed + at_first, len(DECAYED) * cells * tokens // 2)
+            )
         for seed in study.seeds:
             read = len(HORIZONS) * (len(rivals) * len(groups(CONSTANT, study.units)) + sum(ENSEMBLES)) * tokens
             work.append(OtherWork(f"{size}, the best settings", size, seed, (len(rivals) + 1) * total, read))
@@ -85,28 +89,37 @@ def measure(study: Study) -> dict[str, Any]:
 
 def measure_size(study: Study, size: str) -> dict[str, Any]:
     """Search the contenders of a size, train the best setting of each and the target, and read their losses."""
-    rivals = list_rivals(study, size)
-    tried, best = search(study, size, rivals)
-    settings = {rival.name: tuning.overrides(rival.axes, best[rival.name]) for rival in rivals}
+    rivals, target = list_rivals(study, size), target_runs(study, ANNEALING, size)
+    tried, finalists = search(study, size, rivals)
+    settings = {name: one.contender.overrides(one.best) for name, one in finalists.items()}
     chosen = choose_all(study, size, rivals, settings)
     runs = report_runs(study, size, rivals, settings, chosen)
     complete_all(study, [run for of in runs.values() for one in of for run in one], study.workers)
     measured = {rival.name: measure_rival(study, rival, chosen[rival.name], runs[rival.name]) for rival in rivals}
     return study.describe_size(size) | {
         "ends": horizon_units(study),
-        "tried": {name: describe(one, best[name]) for name, one in tried.items()},
+        "tried": {name: describe_search(one) for name, one in tried.items()},
+        "finalists": {
+            rival.name: describe_finalists(study, size, rival, finalists[rival.name], tried[rival.name])
+            for rival in rivals
+        },
         "settings": settings,
         "rivals": measured,
+        "checks": measure_checks(study, size, rivals, settings, target),
         "costs": costs(study, size, rivals, settings),
-        "target": {horizon: read_target(study, runs) for horizon, runs in target_runs(study, ANNEALING, size).items()},
+        "target": {horizon: read_target(study, runs) for horizon, runs in target.items()},
     }
 
 
 # --- The search -------------------------------------------------------------------------------------------------------
 
 
-def search(study: Study, size: str, rivals: Sequence[Rival]) -> tuple[dict[str, Tuned], dict[str, tuning.Position]]:
-    """Search the setting of each contender with the lowest mean loss over the horizons, of its best model at each."""
+def search(study: Study, size: str, rivals: Sequence[Rival]) -> tuple[dict[str, Tuned], dict[str, Tuned]]:
+    """Search the setting of each contender with the lowest mean loss over the horizons, of its best model at each.
+
+    Returns:
+        The settings of the search and the finalists, as `tuning.search`.
+    """
     by_name = {rival.name: rival for rival in rivals}
 
     def measure_on(
@@ -138,63 +151,39 @@ def tuning_runs(
     return [dataclasses.replace(run, keeps_snapshots=keeps_snapshots) for run in runs]
 
 
-def list_runs(
-    study: Study, size: str, rival: Rival, setting: Sequence[str], seed: int, cells: dict[str, list[Cell]], part: str
-) -> list[PlannedRun]:
-    """List the runs of a setting: one per horizon, or one for all.
-
-    Args:
-        study: The study.
-        size: The size.
-        rival: The contender.
-        setting: Its setting.
-        seed: The seed.
-        cells: The models that are judged at each horizon, the last horizon last.
-        part: The part of the held-out text on which they are judged; of `select`, half of the study's tokens.
-    """
-    judged = {
-        horizon: PlannedEvaluation(tuple(of), (horizon_units(study)[horizon],), part) for horizon, of in cells.items()
-    }
-    groups_of_horizons = [[horizon] for horizon in cells] if rival.needs_horizon else [list(cells)]
-    runs, tokens = [], study.evaluation_tokens // 2 if part == SELECT else 0
-    for together in groups_of_horizons:
-        last = together[-1]
-        changes = horizon_changes(study, size, rival, setting, HORIZONS[last])
-        evaluations = tuple(judged[horizon] for horizon in together)
-        runs.append(PlannedRun(size, seed, changes, None, evaluations, horizon_units(study)[last], tokens))
-    return runs
-
-
 def judge(study: Study, runs: Sequence[PlannedRun]) -> float:
     """Return the mean over the horizons of the loss of the best model at each; infinite if a run diverged."""
     if any(run.has_diverged(study) for run in runs):
         return math.inf
-    return float(np.mean([min(losses.values()) for losses in read_select(study, runs)]))
+    return float(np.mean(best_losses(study, runs)))
 
 
-def read_select(study: Study, runs: Sequence[PlannedRun]) -> list[dict[str, float]]:
-    """Return the loss of each model on the part `select` at each horizon, by the text of its merge."""
-    found = []
-    for run in runs:
-        trained, reading = run.get(study), run.study(study)
-        for judged in run.evaluations:
-            losses = reading.losses(trained, judged.cells, judged.ends, judged.part)
-            found.append({cell.text: loss for (cell, _), loss in losses.items()})
-    return found
-
-
-def describe(tuned: Tuned, best: tuning.Position) -> list[dict[str, Any]]:
-    """Return the settings of a contender in the layout of results.json; a diverged one has no losses."""
+def describe_search(tuned: Tuned) -> list[dict[str, Any]]:
+    """Return the settings of a contender and their losses in the search, the best first; null if the run diverged."""
     described = []
-    for position in sorted(tuned.losses, key=lambda at: (-len(tuned.losses[at]), tuned.mean(at))):
-        values = tuned.losses[position]
+    for position in sorted(tuned.losses, key=tuned.mean):
+        loss = tuned.mean(position)
         described.append(
-            {
-                "setting": tuned.contender.overrides(position),
-                "losses": values if math.isfinite(sum(values)) else None,
-                "is_at_edge": position == best and bool(tuned.open_neighbours(position)),
-            }
+            {"setting": tuned.contender.overrides(position), "loss": loss if math.isfinite(loss) else None}
         )
+    return described
+
+
+def describe_finalists(study: Study, size: str, rival: Rival, tuned: Tuned, searched: Tuned) -> list[dict[str, Any]]:
+    """Return the finalists of a contender, the best first, with the loss of the best model of each at each horizon.
+
+    Returns:
+        Of each: its "setting", the "losses" {horizon: one per tuning seed}, or null if a run diverged, and whether the
+        search has not tried a neighbour ("is_at_edge").
+    """
+    described = []
+    for position in sorted(tuned.losses, key=tuned.mean):
+        setting, losses = tuned.contender.overrides(position), None
+        if math.isfinite(tuned.mean(position)):
+            each = [tuning_runs(study, size, rival, setting, seed, tuple(HORIZONS)) for seed in study.tuning_seeds]
+            losses = dict(zip(HORIZONS, zip(*[best_losses(study, runs) for runs in each], strict=True), strict=True))
+        is_at_edge = bool(searched.open_neighbours(position))
+        described.append({"setting": setting, "losses": losses, "is_at_edge": is_at_edge})
     return described
 
 
@@ -211,11 +200,11 @@ def choices_of(study: Study, rival: Rival) -> dict[str, list[Cell]]:
 
 def choose_all(
     study: Study, size: str, rivals: Sequence[Rival], settings: dict[str, list[str]]
-) -> dict[str, dict[str, dict[str, Cell]]]:
+) -> dict[str, dict[str, dict[str, Choice]]]:
     """Choose the best models of every contender, on the tuning seeds and the part `select`.
 
     Returns:
-        {contender: {horizon: {group: model}}}.
+        {contender: {horizon: {group: choice}}}.
     """
     runs = {
         rival.name: [
@@ -228,15 +217,16 @@ def choose_all(
     return {rival.name: choose(study, rival, runs[rival.name]) for rival in rivals}
 
 
-def choose(study: Study, rival: Rival, runs: Sequence[Sequence[PlannedRun]]) -> dict[str, dict[str, Cell]]:
+def choose(study: Study, rival: Rival, runs: Sequence[Sequence[PlannedRun]]) -> dict[str, dict[str, Choice]]:
     """Choose the model of each group at each horizon with the lowest mean loss over the seeds of the runs."""
     losses, chosen = [read_select(study, of) for of in runs], {}
     for i, (horizon, end) in enumerate(horizon_units(study).items()):
         chosen[horizon] = {}
         for group, listed in groups(rival.name, end).items():
             # A fit needs more snapshots than others.
-            means = {cell: np.mean([of[i][cell.text] for of in losses]) for cell in listed if cell.text in losses[0][i]}
-            chosen[horizon][group] = min(means, key=means.__getitem__)
+            read = [cell for cell in listed if cell.text in losses[0][i]]
+            means = [Choice(cell, float(np.mean([of[i][cell.text] for of in losses]))) for cell in read]
+            chosen[horizon][group] = min(means, key=lambda choice: choice.loss)
     return chosen
 
 
@@ -245,7 +235,7 @@ def report_runs(
     size: str,
     rivals: Sequence[Rival],
     settings: dict[str, list[str]],
-    chosen: dict[str, dict[str, dict[str, Cell]]],
+    chosen: dict[str, dict[str, dict[str, Choice]]],
 ) -> dict[str, list[list[PlannedRun]]]:
     """List, for each contender and seed, the runs on which its chosen models are judged."""
     runs = {}
@@ -261,10 +251,10 @@ def report_runs(
     return runs
 
 
-def judged_cells(rival: Rival, chosen: dict[str, Cell], end: int) -> list[Cell]:
+def judged_cells(rival: Rival, chosen: dict[str, Choice], end: int) -> list[Cell]:
     """List the models that are judged at a unit: the chosen ones and, at a constant rate, the ensemble's mean."""
     more = [ensemble_mean(end)] if rival.name == CONSTANT else []
-    return list(dict.fromkeys([*chosen.values(), *more]))
+    return list(dict.fromkeys([*(choice.cell for choice in chosen.values()), *more]))
 
 
 def ensemble_mean(end: int) -> Cell:
@@ -273,26 +263,30 @@ def ensemble_mean(end: int) -> Cell:
 
 
 def measure_rival(
-    study: Study, rival: Rival, chosen: dict[str, dict[str, Cell]], runs: Sequence[Sequence[PlannedRun]]
+    study: Study, rival: Rival, chosen: dict[str, dict[str, Choice]], runs: Sequence[Sequence[PlannedRun]]
 ) -> dict[str, Any]:
     """Return the losses of the chosen models of a contender at each horizon.
 
     Returns:
-        {horizon: "chosen": {group: text of the merge}, and the losses on the part `report` as
-        `Study.document_losses_over_seeds` returns them}.
+        {horizon: "chosen": {group: text of the merge}, "select": {group: the loss by which it was chosen}, and the
+        losses on the part `report` as `Study.document_losses_over_seeds` returns them}. At a constant rate also
+        "ensemble": {"points", the text of their "mean", and "nats": the summed losses of their ensemble by document}.
     """
     measured = {}
     for i, (horizon, end) in enumerate(horizon_units(study).items()):
         which = i if rival.needs_horizon else 0
         get = get_by_seed(study, [of[which] for of in runs])
-        texts = {group: cell.text for group, cell in chosen[horizon].items()}
-        losses = study.document_losses_over_seeds(get, judged_cells(rival, chosen[horizon], end), [end], REPORT)
+        of = {
+            "chosen": {group: choice.cell.text for group, choice in chosen[horizon].items()},
+            "select": {group: choice.loss for group, choice in chosen[horizon].items()},
+            **study.document_losses_over_seeds(get, judged_cells(rival, chosen[horizon], end), [end], REPORT),
+        }
         if rival.name == CONSTANT:
             mean = ensemble_mean(end)
-            texts |= {SAME: mean.text, CEILING: f"ensemble of {mean.window}"}
             each = [ensemble_nats(study, get(seed), end, mean.window, REPORT) for seed in study.seeds]
-            losses["nats"][texts[CEILING]] = {str(end): np.round(each, DECIMALS).tolist()}
-        measured[horizon] = {"chosen": texts, **losses}
+            nats = np.round(each, DECIMALS).tolist()
+            of["ensemble"] = {"points": mean.window, "mean": mean.text, "nats": nats}
+        measured[horizon] = of
     return measured
 
 

@@ -116,8 +116,8 @@ def search_group(study: Study, ground: Ground, searches: dict[str, Search]) -> d
         }
 
     contenders = [Contender(name, search.axes, search.grid) for name, search in searches.items()]
-    tuned, best = tuning.search(contenders, measure_on, seeds, FINALISTS)
-    return {name: describe(one.contender.overrides(best[name]), measured[name]) for name, one in tuned.items()}
+    _, finalists = tuning.search(contenders, measure_on, seeds, FINALISTS)
+    return {name: describe(one.contender.overrides(one.best), measured[name]) for name, one in finalists.items()}
 
 
 def measure_settings(

@@ -12,6 +12,7 @@ contender on more seeds and in full (successive halving).
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from pma_jax.config.errors import UserError
@@ -33,15 +34,18 @@ class Axis:
     base: float
     factor: float
     minimum: float = 0.0  # values below are not tried: a batch has at least 1 sequence
+    limit: float = math.inf  # values from here on are not tried: a decay starts before the end of the run
     zero_at: int | None = None  # the lowest position, which stands for 0: a weight decay can be 0
 
     def value(self, i: int) -> float:
-        """Return the value at position `i`, with 4 significant digits."""
-        return 0.0 if i == self.zero_at else float(f"{self.base * self.factor**i:.4g}")
+        """Return the value at position `i`, with 4 significant digits, which do not take it below the minimum."""
+        return 0.0 if i == self.zero_at else max(float(f"{self.base * self.factor**i:.4g}"), self.minimum)
 
     def is_valid(self, i: int) -> bool:
         """Return whether a setting may have position `i`."""
-        return self.value(i) >= self.minimum and (self.zero_at is None or i >= self.zero_at)
+        if self.zero_at is not None and i <= self.zero_at:
+            return i == self.zero_at
+        return self.minimum <= self.base * self.factor**i < self.limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +166,7 @@ def search(
     follow_neighbours: bool = True,
     measure_first: Measure | None = None,
     limit: int = LIMIT,
-) -> tuple[dict[str, Tuned], dict[str, Position]]:
+) -> tuple[dict[str, Tuned], dict[str, Tuned]]:
     """Search the best setting of each contender on the first seed, and choose among the best ones on all seeds.
 
     Args:
@@ -177,7 +181,8 @@ def search(
         limit: As for `tune`.
 
     Returns:
-        The settings of each contender with their losses, which finalists have on all seeds; and the best finalist.
+        The settings of each contender with their losses in the search; and the finalists with their losses on all
+        seeds, the best of which is the choice.
     """
     measure = measure_first or functools.partial(measure_on, seeds[:1])
     if follow_neighbours:
@@ -185,15 +190,13 @@ def search(
     else:
         tuned = {one.name: Tuned(one, {}) for one in contenders}
         _add_losses(tuned, {one.name: [one.grid[0]] for one in contenders}, measure)
-    if measure_first:  # its losses are not comparable with those of `measure_on`
-        best = {name: Tuned(one.contender, {}) for name, one in tuned.items()}
-        kept = {name: one.lowest(finalists) for name, one in tuned.items()}
-        _add_losses(best, kept, functools.partial(measure_on, seeds))
-    else:
-        best = measure_best(tuned, functools.partial(measure_on, seeds[1:]), finalists)
-    for name, one in best.items():
-        tuned[name].losses.update(one.losses)
-    return tuned, {name: one.best for name, one in best.items()}
+    if not measure_first:
+        return tuned, measure_best(tuned, functools.partial(measure_on, seeds[1:]), finalists)
+    # The losses of the search are not comparable with those of `measure_on`.
+    best = {name: Tuned(one.contender, {}) for name, one in tuned.items()}
+    kept = {name: one.lowest(finalists) for name, one in tuned.items()}
+    _add_losses(best, kept, functools.partial(measure_on, seeds))
+    return tuned, best
 
 
 def _next_round(tuned: Sequence[Tuned], count: int) -> dict[str, list[Position]]:

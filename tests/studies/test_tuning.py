@@ -88,11 +88,12 @@ def test_a_search_on_one_seed_chooses_among_its_best_settings_on_all():
 
     contender = Contender("raw", (axis,), ((0,), (1,)))
     tuned, best = search([contender], measure_on, (100, 101, 102), 2)
-    assert best == {"raw": (1,)}, "the best on all seeds, not that on the first"
-    assert tuned["raw"].losses == {(0,): [1.0, 2.0, 2.0], (1,): [1.1, 1.0, 1.0], (-1,): [3.0]}
+    assert best["raw"].best == (1,), "the best on all seeds, not that on the first"
+    assert best["raw"].losses == {(0,): [1.0, 2.0, 2.0], (1,): [1.1, 1.0, 1.0]}
+    assert tuned["raw"].losses == {(0,): [1.0], (1,): [1.1], (-1,): [3.0]}
     assert {value for seed, value in seen if seed != 100} == {1.0, 2.0} and len(seen) == 7
     tuned, best = search([contender], measure_on, (100, 101), 2, follow_neighbours=False)
-    assert best == {"raw": (0,)} and list(tuned["raw"].losses) == [(0,)], "the first setting is taken"
+    assert best["raw"].best == (0,) and list(tuned["raw"].losses) == [(0,)], "the first setting is taken"
 
 
 def test_finalists_of_a_shorter_search_are_measured_anew_on_all_seeds():
@@ -109,8 +110,8 @@ def test_finalists_of_a_shorter_search_are_measured_anew_on_all_seeds():
 
     tuned, best = search([Contender("raw", (axis,), ((0,),))], measure_on, (100, 101), 2, measure_first=measure_first)
     assert sorted(seen) == [(seed, value) for seed in (100, 101) for value in (2.0, 4.0)]
-    assert best == {"raw": (2,)}
-    assert tuned["raw"].losses == {(1,): [4.0, 4.0], (2,): [2.0, 2.0], (0,): [2.0], (-1,): [9.0]}
+    assert best["raw"].best == (2,) and best["raw"].losses == {(1,): [4.0, 4.0], (2,): [2.0, 2.0]}
+    assert tuned["raw"].losses == {(0,): [2.0], (-1,): [9.0], (1,): [1.0], (2,): [1.5]}
 
 
 def test_a_contender_with_more_settings_than_its_rival_is_refused_by_name():
@@ -126,6 +127,13 @@ def test_values_below_a_minimum_are_no_neighbours():
     axis = Axis("training.batch_size_sequences", 4, 2, minimum=1)
     tuned = tune_one(Contender("raw", (axis,), ((0,),)), lambda batch: batch)
     assert axis.value(tuned.best[0]) == 1 and min(tuned.losses) == tuned.best
+
+
+def test_values_from_a_limit_on_are_no_neighbours_and_rounding_passes_no_bound():
+    """The ends of the axis, 98304 and 786432, have more digits than a setting has."""
+    axis = Axis("schedule.decay_start_tokens", 196_608, 2, minimum=98_304, limit=786_432)
+    assert [i for i in range(-4, 5) if axis.is_valid(i)] == [-1, 0, 1]
+    assert [axis.value(i) for i in (-1, 0)] == [98_304, 196_600], "four digits, but not below the minimum"
 
 
 def test_zero_is_the_lowest_value_of_its_axis_and_conditions_hold():

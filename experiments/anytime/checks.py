@@ -1,0 +1,93 @@
+"""Two checks of the comparison, on the tuning seeds and the part `select`.
+
+Whether a contender is lower because it needs no annealing, or because its optimizer is better: two contenders are also
+trained with a linear decay to 0. And whether the order depends on the decay rate of Adam's second moment, which is the
+same for all contenders and for the target: at the first horizon, all are also trained with another.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from contender_runs import best_losses, list_runs
+from contenders import Rival, tuning_cells, with_decay
+
+from pma_jax.data.sampling import SELECT
+from pma_jax.evaluation.sweep import RAW
+from pma_jax.studies.planned import PlannedEvaluation, PlannedRun, complete_all
+from pma_jax.studies.study import Study
+from pma_jax.studies.targets import HORIZONS, horizon_units
+
+DECAYED = ("schedule-free", "GPA")
+B2 = "optimizer.b2=0.99"
+FIRST = next(iter(HORIZONS))  # the horizon of the second check
+
+Runs = list[list[PlannedRun]]  # of each tuning seed
+
+
+def measure_checks(
+    study: Study,
+    size: str,
+    rivals: Sequence[Rival],
+    settings: dict[str, list[str]],
+    target: dict[str, list[PlannedRun]],
+) -> dict[str, Any]:
+    """Train the runs of both checks, and return the loss of the best model of each.
+
+    Returns:
+        "decay": {"without" and "with": {contender: {horizon: losses}}}, and "b2": {"change": the override, "without"
+        and "with": {contender or "target": losses at the first horizon}}; losses are one per tuning seed.
+    """
+    decay, b2 = decay_runs(study, size, rivals, settings), b2_runs(study, size, rivals, settings, target)
+    every = [
+        run for check in (decay, b2) for side in check.values() for of in side.values() for one in of for run in one
+    ]
+    complete_all(study, every, study.workers)
+    at_horizons = {
+        key: {name: dict(zip(HORIZONS, _losses(study, of), strict=True)) for name, of in side.items()}
+        for key, side in decay.items()
+    }
+    at_first = {key: {name: _losses(study, of)[0] for name, of in side.items()} for key, side in b2.items()}
+    return {"decay": at_horizons, "b2": {"change": B2, **at_first}}
+
+
+def decay_runs(
+    study: Study, size: str, rivals: Sequence[Rival], settings: dict[str, list[str]]
+) -> dict[str, dict[str, Runs]]:
+    """List the runs of `DECAYED` at their best settings, without a decay and with one."""
+    plain = [rival for rival in rivals if rival.name in DECAYED]
+    return {
+        key: {rival.name: _runs(study, size, rival, settings[rival.name], tuple(HORIZONS)) for rival in of}
+        for key, of in (("without", plain), ("with", [with_decay(rival) for rival in plain]))
+    }
+
+
+def b2_runs(
+    study: Study,
+    size: str,
+    rivals: Sequence[Rival],
+    settings: dict[str, list[str]],
+    target: dict[str, list[PlannedRun]],
+) -> dict[str, dict[str, Runs]]:
+    """List the runs of all contenders and of the target to the first horizon, without the change `B2` and with it."""
+    first = target[FIRST][0]
+    judged = PlannedEvaluation((RAW,), (first.units,), SELECT)
+    first = dataclasses.replace(first, evaluations=(judged,), evaluation_tokens=study.evaluation_tokens // 2)
+    found: dict[str, dict[str, Runs]] = {}
+    for key, changes in (("without", ()), ("with", (B2,))):
+        of_target = dataclasses.replace(first, changes=(*first.changes, *changes))
+        found[key] = {
+            rival.name: _runs(study, size, rival, [*settings[rival.name], *changes], (FIRST,)) for rival in rivals
+        }
+        found[key]["target"] = [[dataclasses.replace(of_target, seed=seed)] for seed in study.tuning_seeds]
+    return found
+
+
+def _runs(study: Study, size: str, rival: Rival, setting: Sequence[str], horizons: Sequence[str]) -> Runs:
+    cells = {horizon: tuning_cells(horizon_units(study)[horizon]) for horizon in horizons}
+    return [list_runs(study, size, rival, setting, seed, cells, SELECT) for seed in study.tuning_seeds]
+
+
+def _losses(study: Study, runs: Runs) -> list[list[float]]:
+    """Return the losses at each horizon, one per seed."""
+    return [list(of) for of in zip(*[best_losses(study, one) for one in runs], strict=True)]
