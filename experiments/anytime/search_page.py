@@ -16,8 +16,9 @@ def format_checks(size: dict[str, Any]) -> str:
         for rival, of in decay["without"].items()
     ]
     parts = [
-        "With a linear decay to 0 over the last half of the tokens, less without it, each with its best merge, at the "
-        "setting that is the best without; on the tuning seeds and the part `select`:",
+        "What a linear decay to 0 over the last half of the tokens adds, at the setting that is tuned without it. Here "
+        "and in the next table: on the tuning seeds and the part `select`, the best of the contender's model and of "
+        "merges of points for each seed, with intervals over three seeds; no block means.",
         pages.format_table(["contender", *size["ends"]], rows),
     ]
     rows = []
@@ -31,7 +32,7 @@ def format_checks(size: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             *parts,
-            f"With `{b2['change']}` and the same rates, at {next(iter(size['ends']))}, on the same seeds and text:",
+            f"With `{b2['change']}`, at {next(iter(size['ends']))}; the rates are not tuned again:",
             pages.format_table(header, rows),
         ]
     )
