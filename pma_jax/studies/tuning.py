@@ -150,10 +150,7 @@ def measure_best(tuned: dict[str, Tuned], measure: Measure, count: int) -> dict[
         The best settings of each contender, with their losses on the seeds of both measurements. The best one of them
         may have a neighbour that is measured on the first seeds only, or not at all: a page has to say so.
     """
-    found = {
-        name: Tuned(one.contender, {position: one.losses[position] for position in one.lowest(count)})
-        for name, one in tuned.items()
-    }
+    found = _keep_best(tuned, count)
     _add_losses(found, {name: list(one.losses) for name, one in found.items()}, measure)
     return found
 
@@ -191,12 +188,22 @@ def search(
         tuned = {one.name: Tuned(one, {}) for one in contenders}
         _add_losses(tuned, {one.name: [one.grid[0]] for one in contenders}, measure)
     if not measure_first:
+        if len(seeds) == 1:
+            return tuned, _keep_best(tuned, finalists)
         return tuned, measure_best(tuned, functools.partial(measure_on, seeds[1:]), finalists)
     # The losses of the search are not comparable with those of `measure_on`.
     best = {name: Tuned(one.contender, {}) for name, one in tuned.items()}
     kept = {name: one.lowest(finalists) for name, one in tuned.items()}
     _add_losses(best, kept, functools.partial(measure_on, seeds))
     return tuned, best
+
+
+def _keep_best(tuned: dict[str, Tuned], count: int) -> dict[str, Tuned]:
+    """Return the `count` best settings of each contender, with their losses."""
+    return {
+        name: Tuned(one.contender, {position: one.losses[position] for position in one.lowest(count)})
+        for name, one in tuned.items()
+    }
 
 
 def _next_round(tuned: Sequence[Tuned], count: int) -> dict[str, list[Position]]:

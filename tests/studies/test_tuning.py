@@ -96,6 +96,19 @@ def test_a_search_on_one_seed_chooses_among_its_best_settings_on_all():
     assert best["raw"].best == (0,) and list(tuned["raw"].losses) == [(0,)], "the first setting is taken"
 
 
+def test_a_search_on_one_seed_alone_measures_each_setting_once():
+    seen = []
+
+    def measure_on(seeds, settings):
+        seen.append((tuple(seeds), len(settings["raw"])))
+        return {"raw": [[abs(values_of(setting)[0] - 1.4)] * len(seeds) for setting in settings["raw"]]}
+
+    axis = Axis("schedule.peak_rate", 1, 2)
+    tuned, best = search([Contender("raw", (axis,), ((0,), (1,)))], measure_on, (100,), 1)
+    assert seen == [((100,), 2), ((100,), 1)], "the two given and a neighbour of the best; no seed, no measurement"
+    assert best["raw"].losses == {(0,): tuned["raw"].losses[0,]} and len(tuned["raw"].losses) == 3
+
+
 def test_finalists_of_a_shorter_search_are_measured_anew_on_all_seeds():
     axis = Axis("schedule.peak_rate", 1, 2)
     in_full, short, seen = {1.0: 3.0, 2.0: 4.0, 4.0: 2.0}, {0.5: 9.0, 1.0: 2.0, 2.0: 1.0, 4.0: 1.5}, []
