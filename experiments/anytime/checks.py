@@ -1,8 +1,9 @@
-"""Two checks of the comparison, on the tuning seeds and the part `select`.
+"""Two checks of the comparison.
 
 Whether a contender is lower because it needs no annealing, or because its optimizer is better: two contenders are also
-trained with a linear decay to 0. And whether the order depends on the decay rate of Adam's second moment, which is the
-same for all contenders and for the target: at the first horizon, all are also trained with another.
+trained with a linear decay to 0, on the tuning seeds and the part `select`. And whether the order depends on the decay
+rate of Adam's second moment, which is the same for all contenders and for the target: with another one, all are trained
+to the first horizon on the tuning seeds, and some to all horizons on the seeds and the part of the results.
 """
 
 import dataclasses
@@ -12,9 +13,9 @@ from typing import Any
 from contender_runs import best_losses, list_runs
 from contenders import Rival, tuning_cells, with_decay
 
-from pma_jax.data.sampling import SELECT
-from pma_jax.evaluation.sweep import RAW
-from pma_jax.studies.planned import PlannedEvaluation, PlannedRun, complete_all
+from pma_jax.data.sampling import REPORT, SELECT
+from pma_jax.evaluation.sweep import RAW, Cell
+from pma_jax.studies.planned import PlannedEvaluation, PlannedRun, complete_all, get_by_seed
 from pma_jax.studies.study import Study
 from pma_jax.studies.targets import HORIZONS, horizon_units
 
@@ -81,6 +82,52 @@ def b2_runs(
         }
         found[key]["target"] = [[dataclasses.replace(of_target, seed=seed)] for seed in study.tuning_seeds]
     return found
+
+
+def judge_with_b2(
+    study: Study,
+    size: str,
+    models: dict[Rival, dict[str, Cell]],
+    settings: dict[str, list[str]],
+    target: dict[str, list[PlannedRun]],
+) -> dict[str, Any]:
+    """Train contenders and the target with the change `B2`, and judge them as the results are.
+
+    Args:
+        study: The study.
+        size: The size.
+        models: The model of each contender that is judged at each horizon.
+        settings: The best setting of each contender.
+        target: The runs of the target without the change, at each horizon.
+
+    Returns:
+        {contender or "target": {horizon: "model": the text of the merge, and "nats": the summed losses of each seed on
+        each document of the part `report`}}.
+    """
+    runs = {}
+    for rival, of in models.items():
+        cells = {horizon: [cell] for horizon, cell in of.items()}
+        setting = [*settings[rival.name], B2]
+        runs[rival] = [list_runs(study, size, rival, setting, seed, cells, REPORT) for seed in study.seeds]
+    changed = {
+        horizon: [dataclasses.replace(run, changes=(*run.changes, B2)) for run in of] for horizon, of in target.items()
+    }
+    every = [run for of in runs.values() for one in of for run in one] + [run for of in changed.values() for run in of]
+    complete_all(study, every, study.workers)
+    judged: dict[str, Any] = {}
+    for rival, of in models.items():
+        judged[rival.name] = {}
+        for i, (horizon, cell) in enumerate(of.items()):
+            each = [one[i if rival.needs_horizon else 0] for one in runs[rival]]
+            judged[rival.name][horizon] = _read_report(study, each, cell, horizon_units(study)[horizon])
+    judged["target"] = {horizon: _read_report(study, of, RAW, of[0].units) for horizon, of in changed.items()}
+    return judged
+
+
+def _read_report(study: Study, runs: Sequence[PlannedRun], cell: Cell, end: int) -> dict[str, Any]:
+    """Return the losses of a model at a unit of the runs, one per seed of the study."""
+    losses = study.document_losses_over_seeds(get_by_seed(study, runs), [cell], [end], REPORT)
+    return {"model": cell.text, "nats": losses["nats"][cell.text][str(end)]}
 
 
 def _runs(study: Study, size: str, rival: Rival, setting: Sequence[str], horizons: Sequence[str]) -> Runs:

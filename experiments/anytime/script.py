@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from anytime_page import draw, report, summarize
-from checks import DECAYED, measure_checks
+from anytime_page import by_select, draw, report, summarize
+from checks import DECAYED, judge_with_b2, measure_checks
 from contender_runs import best_losses, list_runs, read_select
 from contenders import CONSTANT, ENSEMBLES, FIRST_RATES, Rival, groups, list_rivals, tuning_cells
 from costs import costs
@@ -79,6 +79,9 @@ def plan(study: Study) -> Plan:
         for seed in study.seeds:
             read = len(HORIZONS) * (len(rivals) * len(groups(CONSTANT, study.units)) + sum(ENSEMBLES)) * tokens
             work.append(OtherWork(f"{size}, the best settings", size, seed, (len(rivals) + 1) * total, read))
+            # Two contenders and the target, with another decay rate of Adam.
+            trained = 2 * total + sum(total // divisor for divisor in HORIZONS.values())
+            work.append(OtherWork(f"{size}, another b2", size, seed, trained, 3 * len(HORIZONS) * tokens))
     return work
 
 
@@ -96,6 +99,8 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
     runs = report_runs(study, size, rivals, settings, chosen)
     complete_all(study, [run for of in runs.values() for one in of for run in one], study.workers)
     measured = {rival.name: measure_rival(study, rival, chosen[rival.name], runs[rival.name]) for rival in rivals}
+    compared = (by_select({"rivals": measured})[0], CONSTANT)
+    models = {rival: best_models(chosen[rival.name]) for rival in rivals if rival.name in compared}
     return study.describe_size(size) | {
         "ends": horizon_units(study),
         "tried": {name: describe_search(one) for name, one in tried.items()},
@@ -106,6 +111,7 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
         "settings": settings,
         "rivals": measured,
         "checks": measure_checks(study, size, rivals, settings, target),
+        "with_b2": judge_with_b2(study, size, models, settings, target),
         "costs": costs(study, size, rivals, settings),
         "target": {horizon: read_target(study, runs) for horizon, runs in target.items()},
     }
@@ -228,6 +234,11 @@ def choose(study: Study, rival: Rival, runs: Sequence[Sequence[PlannedRun]]) -> 
             means = [Choice(cell, float(np.mean([of[i][cell.text] for of in losses]))) for cell in read]
             chosen[horizon][group] = min(means, key=lambda choice: choice.loss)
     return chosen
+
+
+def best_models(chosen: dict[str, dict[str, Choice]]) -> dict[str, Cell]:
+    """Return the model of a contender at each horizon that is the lowest of all its groups."""
+    return {horizon: min(of.values(), key=lambda choice: choice.loss).cell for horizon, of in chosen.items()}
 
 
 def report_runs(

@@ -68,12 +68,12 @@ def format_tried(size: dict[str, Any]) -> str:
     rows = []
     for rival, tried in size["tried"].items():
         keys = " / ".join(text.partition("=")[0].rpartition(".")[2] for text in tried[0]["setting"])
-        lowest, each = tried[0]["loss"], []
+        lowest, each = tried[0]["loss"], []  # None: all settings diverged
         for one in tried:
             values = " / ".join(text.partition("=")[2] for text in one["setting"])
             loss = "diverged" if one["loss"] is None else f"{1e3 * (one['loss'] - lowest):.0f}"
             each.append(f"`{values}`: {loss}")
-        rows.append([rival, f"`{keys}`", f"`{lowest:.4f}`", "; ".join(each)])
+        rows.append([rival, f"`{keys}`", "" if lowest is None else f"`{lowest:.4f}`", "; ".join(each)])
     header = ["contender", "keys", "lowest loss", "settings, thousandths of a nat above it"]
     return f"<details><summary>All settings</summary>\n\n{pages.format_table(header, rows)}\n\n</details>"
 
