@@ -36,20 +36,32 @@ def measure_checks(
     """Train the runs of both checks, and return the loss of the best model of each.
 
     Returns:
-        "decay": {"without" and "with": {contender: {horizon: losses}}}, and "b2": {"change": the override, "without"
-        and "with": {contender or "target": losses at the first horizon}}; losses are one per tuning seed.
+        "decay": {"without" and "with": {contender: {horizon: losses}}, "target": {horizon: losses}}, and "b2":
+        {"change": the override, "without" and "with": {contender or "target": losses at the first horizon}}; losses are
+        one per tuning seed.
     """
-    decay, b2 = decay_runs(study, size, rivals, settings), b2_runs(study, size, rivals, settings, target)
-    every = [
-        run for check in (decay, b2) for side in check.values() for of in side.values() for one in of for run in one
-    ]
+    of_target = target_on_tuning_seeds(study, target)
+    decay, b2 = decay_runs(study, size, rivals, settings), b2_runs(study, size, rivals, settings, of_target[FIRST])
+    checked = [of for check in (decay, b2) for side in check.values() for of in side.values()]
+    every = [run for of in (*checked, *of_target.values()) for one in of for run in one]
     complete_all(study, every, study.workers)
     at_horizons = {
         key: {name: dict(zip(HORIZONS, _losses(study, of), strict=True)) for name, of in side.items()}
         for key, side in decay.items()
     }
+    targets = {horizon: _losses(study, of)[0] for horizon, of in of_target.items()}
     at_first = {key: {name: _losses(study, of)[0] for name, of in side.items()} for key, side in b2.items()}
-    return {"decay": at_horizons, "b2": {"change": B2, **at_first}}
+    return {"decay": {**at_horizons, "target": targets}, "b2": {"change": B2, **at_first}}
+
+
+def target_on_tuning_seeds(study: Study, target: dict[str, list[PlannedRun]]) -> dict[str, Runs]:
+    """List the runs of the target of each horizon on the tuning seeds, which are judged as the contenders' are."""
+    found = {}
+    for horizon, (first, *_) in target.items():
+        judged = PlannedEvaluation((RAW,), (first.units,), SELECT)
+        run = dataclasses.replace(first, evaluations=(judged,), evaluation_tokens=study.evaluation_tokens // 2)
+        found[horizon] = [[dataclasses.replace(run, seed=seed)] for seed in study.tuning_seeds]
+    return found
 
 
 def decay_runs(
@@ -68,19 +80,17 @@ def b2_runs(
     size: str,
     rivals: Sequence[Rival],
     settings: dict[str, list[str]],
-    target: dict[str, list[PlannedRun]],
+    target: Runs,
 ) -> dict[str, dict[str, Runs]]:
     """List the runs of all contenders and of the target to the first horizon, without the change `B2` and with it."""
-    first = target[FIRST][0]
-    judged = PlannedEvaluation((RAW,), (first.units,), SELECT)
-    first = dataclasses.replace(first, evaluations=(judged,), evaluation_tokens=study.evaluation_tokens // 2)
     found: dict[str, dict[str, Runs]] = {}
     for key, changes in (("without", ()), ("with", (B2,))):
-        of_target = dataclasses.replace(first, changes=(*first.changes, *changes))
         found[key] = {
             rival.name: _runs(study, size, rival, [*settings[rival.name], *changes], (FIRST,)) for rival in rivals
         }
-        found[key]["target"] = [[dataclasses.replace(of_target, seed=seed)] for seed in study.tuning_seeds]
+        found[key]["target"] = [
+            [dataclasses.replace(run, changes=(*run.changes, *changes)) for run in of] for of in target
+        ]
     return found
 
 

@@ -11,15 +11,19 @@ from pma_jax.studies import pages
 def format_checks(size: dict[str, Any]) -> str:
     """Format what a decay adds to contenders without one, and the order with another decay rate of Adam."""
     decay, b2 = size["checks"]["decay"], size["checks"]["b2"]
-    rows = [
-        [rival, *(pages.format_difference(decay["with"][rival][horizon], of[horizon]) for horizon in size["ends"])]
-        for rival, of in decay["without"].items()
-    ]
+    rows = []
+    for rival, of in decay["with"].items():
+        added = [pages.format_difference(of[horizon], decay["without"][rival][horizon]) for horizon in size["ends"]]
+        less = [pages.format_difference(of[horizon], decay["target"][horizon]) for horizon in size["ends"]]
+        rows.append([rival, *added, *less])
+    header = ["contender", *(f"what a decay adds at {horizon}" for horizon in size["ends"])]
+    header += [f"with it, less the target at {horizon}" for horizon in size["ends"]]
     parts = [
         "What a linear decay to 0 over the last half of the tokens adds, at the setting that is tuned without it. Here "
         "and in the next table: on the tuning seeds and the part `select`, the best of the contender's model and of "
-        "merges of points for each seed, with intervals over three seeds; no block means.",
-        pages.format_table(["contender", *size["ends"]], rows),
+        "merges of points for each seed, with intervals over three seeds; no block means. The target was chosen on "
+        "these seeds and this part too.",
+        pages.format_table(header, rows),
     ]
     rows = []
     for rival, before in b2["without"].items():
