@@ -88,12 +88,12 @@ def best_window(size: Mapping[str, Any], end: int, interval: int) -> int:
 def best_spans(size: Mapping[str, Any], end: int) -> list[float]:
     """Return the best span N V of each seed, as a share of the tokens, between the windows of the grid.
 
-    It is where a parabola in log N, through the losses at the finest interval around the lowest one, is lowest.
+    It is where a parabola in log N, through the losses at the finest interval around the lowest one, is lowest. The
+    losses are those on the part `report`: no model is chosen by the span.
     """
     texts, spans = available(size, end, 1), []
-    for seed in range(len(size["select"][RAW.text][str(end)])):
-        losses = [size["select"][text][str(end)][seed] for text in texts.values()]
-        spans.append(math.exp(find_vertex(np.log(list(texts)).tolist(), losses, NEIGHBOURS).x) / end)
+    for losses in zip(*[pages.seed_losses(size, text, end) for text in texts.values()], strict=True):
+        spans.append(math.exp(find_vertex(np.log(list(texts)).tolist(), list(losses), NEIGHBOURS).x) / end)
     return spans
 
 
@@ -120,8 +120,8 @@ def report(results: dict[str, Any]) -> str:
             "Plain means of N points at the finest interval; nats per token, mean over seeds, with its 95% interval "
             "over seeds and documents. The best N was chosen on the part `select`; those that are equal to it within "
             f"{margin:g} nats are tested together (two one-sided tests, at most 5% false ones). The span is where a "
-            "parabola through the losses of each seed is lowest, and its interval is over seeds. PMA's rule of thumb, "
-            f"extrapolated to these sizes, recommends {rules}.",
+            "parabola through the losses of each seed on the part `report` is lowest; its interval is over seeds. "
+            f"PMA's rule of thumb, extrapolated to these sizes, recommends {rules}.",
             "Cost of a coarser interval against the finest one, each at its best N (nats, positive: worse):",
             pages.format_table(["size", "tokens", *(f"V × {i}" for i in INTERVALS[1:])], coarse),
             "Growth of the best span with the tokens of one run:\n\n" + "\n".join(grown),
