@@ -134,7 +134,8 @@ def format_models(models: list[dict[str, Any]]) -> str:
     return pages.format_table([*header, "best rate, merged", "annealed"], rows) + (
         "\n\nNats per token, with 95% intervals over seeds and documents; merged and annealed models are each at their "
         "own best rate, which was searched in factors of 2 on one tuning seed. The best merge was chosen on the part "
-        "`select`. The span is of plain means of points, its interval over seeds."
+        "`select`, on half as many tokens as the losses are judged on. The span is of plain means of points, on the "
+        "same tokens of `select`, its interval over seeds."
     )
 
 
@@ -166,7 +167,19 @@ def format_rates(models: list[dict[str, Any]]) -> str:
     vertices = {kind: ", ".join(f"`{best_rate(model, kind):.2g}`" for model in models) for kind in (MERGED, ANNEALED)}
     between = "; ".join(f"{kind}, {rates}" for kind, rates in vertices.items())
     note = f"Between the rates of the grids, by a parabola in the log of the rate, the best are: {between}."
+    costs = {kind: cost for kind in (MERGED, ANNEALED) if (cost := carried_rate_cost(models, kind)) is not None}
+    if costs:
+        each = " and ".join(f"`{cost:.3f}` ({kind})" for kind, cost in costs.items())
+        note += f" At the best rate of the first model, the loss of the last one is higher by {each} nats, on one seed."
     return f"{note}\n\n<details><summary>All rates</summary>\n\n{table}\n\n</details>"
+
+
+def carried_rate_cost(models: list[dict[str, Any]], kind: str) -> float | None:
+    """Return by how much the last model is higher at the best rate of the first; None if that was not tried."""
+    tried, carried = models[-1]["rates"][kind]["losses"], f"{models[0]['rates'][kind]['rate']:g}"
+    if len(models) < 2 or tried.get(carried) is None:
+        return None
+    return tried[carried] - min(loss for loss in tried.values() if loss is not None)
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
@@ -179,8 +192,9 @@ def summarize(results: dict[str, Any]) -> IndexRow:
                 continue
             each, same = (slope(models, series, MERGED, kind).interval() for kind in (ANNEALED, SAME_RATE))
             verdict = "grows" if each.low > 0 else "shrinks" if each.high < 0 else "is not shown to change"
-            power = pages.format_interval(span_exponent(models, series), digits=2)
-            span = f"the best span, in tokens, grows as {BASES[series]} to the power {power}"
+            first, *others = (pages.format_interval(span_exponent(models, series, n), digits=2) for n in NEIGHBOURS)
+            span = f"the best span, in tokens, grows as {BASES[series]} to the power {first} (other fits "
+            span += f"{', '.join(others)})"
             found.append(f"with the {series}, merged − annealed {verdict}; {span}")
             effects.append(
                 f"a doubling of the {series} adds to merged − annealed, each at its best rate, "
