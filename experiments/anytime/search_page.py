@@ -20,9 +20,9 @@ def format_checks(size: dict[str, Any]) -> str:
     header += [f"with it, less the target at {horizon}" for horizon in size["ends"]]
     parts = [
         "What a linear decay to 0 over the last half of the tokens adds, at the setting that is tuned without it. Here "
-        "and in the next table: on the tuning seeds and the part `select`, the best of the contender's model and of "
-        "merges of points for each seed, with intervals over three seeds; no block means. The target was chosen on "
-        "these seeds and this part too.",
+        "and in the next table: on the tuning seeds and the part `select` (half as many tokens as the results), the "
+        "best of the contender's model and of merges of points for each seed, with intervals over three seeds; no "
+        "block means. The target was chosen on these seeds and this part too.",
         pages.format_table(header, rows),
     ]
     rows = []

@@ -182,6 +182,7 @@ def spectrum_report(results: dict[str, Any]) -> str:
 def summarize(results: dict[str, Any]) -> IndexRow:
     """Summarize what a quadratic predicts of the gain, and what averaging over replicas and over time gains."""
     margin, count = results["made"]["margin"], replicas(results)
+    tokens = min(TEXT_TOKENS, results["made"]["evaluation_tokens"])
     of_seeds = [seed["quadratic"]["merge"] for seed in results["seeds"].values()]
     predicted, measured = ([of[kind]["over_mean"] for of in of_seeds] for kind in ("hessian", "measured"))
     share = ratio_of_means(predicted, measured)
@@ -199,8 +200,9 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         5,
         "Why does it work?",
         "PMA, Section 4.6 and Fig. 8: deviations from the optimum cancel",
-        f"a quadratic (the Hessian at the merged model) predicts {explained} of the difference between the mean loss "
-        f"of the snapshots and the loss of their mean; the mean of {count} replicas (runs from one state, each with "
+        f"a quadratic (the Hessian at the merged model; on {tokens:,} tokens, over seeds) predicts {explained} of the "
+        f"difference between the mean loss of the snapshots and the loss of their mean; "
+        f"the mean of {count} replicas (runs from one state, each with "
         f"its own order of the data), averaged over time too, less the mean of their last snapshots: {path}",
         f"loss less that of the last snapshot: {', '.join(gains)} nats",
     )
