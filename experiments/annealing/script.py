@@ -30,6 +30,7 @@ RATES, BATCHES = (-1, 0, 1, 2), (-1, 0)  # of the first grid, in factors of 2 of
 FINALISTS = 3  # settings of each shape that are measured on all seeds
 SHAPES_KEPT = 2  # that are searched at every horizon
 EXPECTED_SETTINGS = 7  # per shape, horizon and search, for the estimate of the machine time
+EXPECTED_NEIGHBOURS = 2  # of the best finalist that the search did not try, likewise
 DEFAULTS = {"sizes": ("science_small", "science_long"), "seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
 
 
@@ -90,7 +91,7 @@ def plan(study: Study) -> Plan:
         work += runs_of(study, size, "a quarter", dict.fromkeys(SHAPES, grid), study.seeds[:1])
         total = study.trunk_config(size, study.seeds[0]).training.total_tokens
         for horizon, divisor in HORIZONS.items():
-            runs = SHAPES_KEPT * (EXPECTED_SETTINGS + FINALISTS * (len(study.seeds) - 1))
+            runs = SHAPES_KEPT * (EXPECTED_SETTINGS + (FINALISTS + EXPECTED_NEIGHBOURS) * (len(study.seeds) - 1))
             trained, read = runs * total // divisor, runs * study.evaluation_tokens
             work.append(OtherWork(f"{size}, search over {horizon}", size, study.seeds[0], trained, read))
     return work
@@ -123,9 +124,15 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
 def search(
     study: Study, size: str, horizon: str, contenders: Sequence[Contender]
 ) -> tuple[dict[str, Tuned], dict[str, Any]]:
-    """Search shapes on one seed, and measure the best settings of each on all; return them, and the best one."""
+    """Search shapes on one seed, and measure the best settings of each and their neighbours on all seeds.
+
+    Returns:
+        The settings of each shape, and the best one of all.
+    """
     measure_on = functools.partial(losses, study, size, horizon)
     tuned, finalists = tuning.search(contenders, measure_on, study.seeds, FINALISTS, study.searches_settings)
+    if study.searches_settings:
+        tuning.follow_best(tuned, finalists, functools.partial(measure_on, study.seeds))
     for shape, of_shape in finalists.items():
         tuned[shape].losses.update(of_shape.losses)
     shape, one = min(finalists.items(), key=lambda item: item[1].mean(item[1].best))

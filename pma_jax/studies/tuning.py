@@ -155,6 +155,25 @@ def measure_best(tuned: dict[str, Tuned], measure: Measure, count: int) -> dict[
     return found
 
 
+def follow_best(tried: dict[str, Tuned], finalists: dict[str, Tuned], measure: Measure) -> None:
+    """Measure the untried neighbours of the best finalist of each contender, until its best one has none.
+
+    The search ends where the best setting on one seed is lower than its neighbours; that on all seeds can be another.
+
+    Args:
+        tried: The settings of the search.
+        finalists: Those that are measured on all seeds; the neighbours are added.
+        measure: Trains and judges settings on all seeds.
+    """
+
+    def untried(name: str) -> list[Position]:
+        one = finalists[name]
+        return [near for near in one.open_neighbours(one.best) if near not in tried[name].losses]
+
+    while positions := {name: near for name in finalists if (near := untried(name))}:
+        _add_losses(finalists, positions, measure)
+
+
 def search(
     contenders: Sequence[Contender],
     measure_on: Callable[[Sequence[int], dict[str, list[list[str]]]], dict[str, list[list[float]]]],

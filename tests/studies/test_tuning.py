@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pma_jax.config.errors import UserError
-from pma_jax.studies.tuning import Axis, Contender, check_equal_numbers, measure_best, search, tune
+from pma_jax.studies.tuning import Axis, Contender, Tuned, check_equal_numbers, follow_best, measure_best, search, tune
 
 BATCH, RATE = Axis("training.batch_size_sequences", 4, 2), Axis("schedule.peak_rate", 0.002, 2)
 GRID = tuple(itertools.product(range(3), range(-1, 2)))
@@ -94,6 +94,28 @@ def test_a_search_on_one_seed_chooses_among_its_best_settings_on_all():
     assert {value for seed, value in seen if seed != 100} == {1.0, 2.0} and len(seen) == 7
     tuned, best = search([contender], measure_on, (100, 101), 2, follow_neighbours=False)
     assert best["raw"].best == (0,) and list(tuned["raw"].losses) == [(0,)], "the first setting is taken"
+
+
+def test_neighbours_of_the_best_finalist_are_followed_until_it_is_lower_than_all():
+    axis, seen = Axis("schedule.peak_rate", 1, 2), []
+
+    def measure(settings):
+        values = {name: [values_of(setting)[0] for setting in of_one] for name, of_one in settings.items()}
+        seen.append(values)
+        return {name: [[abs(value - 9)] * 3 for value in of_one] for name, of_one in values.items()}
+
+    contenders = {name: Contender(name, (axis,), ((0,),)) for name in ("low", "at its best")}
+    finalists = {
+        "low": Tuned(contenders["low"], {(0,): [8.0] * 3, (1,): [7.0] * 3}),
+        "at its best": Tuned(contenders["at its best"], {(0,): [1.0] * 3, (1,): [1.5] * 3}),
+    }
+    tried = {
+        name: Tuned(one.contender, {at: [one.losses[at][0]] for at in one.losses}) for name, one in finalists.items()
+    }
+    tried["at its best"].losses[-1,] = [9.0]
+    follow_best(tried, finalists, measure)
+    assert seen == [{"low": [4]}, {"low": [8]}, {"low": [16]}], "a neighbour tried in the search is not measured again"
+    assert finalists["low"].best == (3,) and finalists["at its best"].best == (0,)
 
 
 def test_a_search_on_one_seed_alone_measures_each_setting_once():
