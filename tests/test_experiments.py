@@ -89,7 +89,9 @@ def test_script_runs_end_to_end(folder, runs, workspace, tmp_path):
     output = pages.extract_results((tmp_path / "README.md").read_text())
     assert output == experiment.render_results(script.report, results).strip() and output in done.stdout
     row = script.summarize(results)
-    assert results["row"] == dataclasses.asdict(row) and all(map(str, dataclasses.astuple(row))), "no cell of the row is empty"
+    assert results["row"] == dataclasses.asdict(row) and all(map(str, dataclasses.astuple(row))), (
+        "no cell of the row is empty"
+    )
     drawn = {path.name for path in tmp_path.glob("*.png")}
     pictures = set(re.findall(r"!\[[^]]*\]\(([^)]+\.png)\)", (folder / "README.md").read_text()))
     assert drawn and drawn <= pictures, "the page embeds every figure"
