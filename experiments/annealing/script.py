@@ -30,7 +30,7 @@ RATES, BATCHES = (-1, 0, 1, 2), (-1, 0)  # of the first grid, in factors of 2 of
 FINALISTS = 3  # settings of each shape that are measured on all seeds
 SHAPES_KEPT = 2  # that are searched at every horizon
 EXPECTED_SETTINGS = 7  # per shape, horizon and search, for the estimate of the machine time
-EXPECTED_NEIGHBOURS = 2  # of the best finalist that the search did not try, likewise
+EXPECTED_NEIGHBOURS = 2  # of the best finalist, per shape and horizon, that are measured on all seeds; likewise
 DEFAULTS = {"sizes": ("science_small", "science_long"), "seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
 
 
@@ -91,7 +91,8 @@ def plan(study: Study) -> Plan:
         work += runs_of(study, size, "a quarter", dict.fromkeys(SHAPES, grid), study.seeds[:1])
         total = study.trunk_config(size, study.seeds[0]).training.total_tokens
         for horizon, divisor in HORIZONS.items():
-            runs = SHAPES_KEPT * (EXPECTED_SETTINGS + (FINALISTS + EXPECTED_NEIGHBOURS) * (len(study.seeds) - 1))
+            on_all = FINALISTS * (len(study.seeds) - 1) + EXPECTED_NEIGHBOURS * len(study.seeds)
+            runs = SHAPES_KEPT * (EXPECTED_SETTINGS + on_all)
             trained, read = runs * total // divisor, runs * study.evaluation_tokens
             work.append(OtherWork(f"{size}, search over {horizon}", size, study.seeds[0], trained, read))
     return work

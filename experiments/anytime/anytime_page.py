@@ -178,11 +178,13 @@ def format_with_b2(size: dict[str, Any]) -> str:
         changes, row = [], [name]
         for horizon, after in of.items():
             end = str(size["ends"][horizon])
-            own = name == "target"
-            before = target_nats(size, horizon) if own else size["rivals"][name][horizon]["nats"][after["model"]][end]
+            is_target = name == "target"
+            before = (
+                target_nats(size, horizon) if is_target else size["rivals"][name][horizon]["nats"][after["model"]][end]
+            )
             changes.append(pages.format_interval(difference(size, horizon, after["nats"], before).interval()))
             less = difference(size, horizon, after["nats"], size["with_b2"]["target"][horizon]["nats"])
-            row.append("" if own else f"{pages.format_interval(less.interval())} ({after['model']})")
+            row.append("" if is_target else f"{pages.format_interval(less.interval())} ({after['model']})")
         rows.append([*row, *changes])
     header = ["", *(f"less the target, both with it, at {horizon}" for horizon in size["ends"])]
     header += [f"what the change adds at {horizon}" for horizon in size["ends"]]

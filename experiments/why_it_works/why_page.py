@@ -201,9 +201,9 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         "Why does it work?",
         "PMA, Section 4.6 and Fig. 8: deviations from the optimum cancel",
         f"a quadratic (the Hessian at the merged model; on {tokens:,} tokens, over seeds) predicts {explained} of the "
-        f"difference between the mean loss of the snapshots and the loss of their mean; "
-        f"the mean of {count} replicas (runs from one state, each with "
-        f"its own order of the data), averaged over time too, less the mean of their last snapshots: {path}",
+        f"difference between the mean loss of the snapshots and the loss of their mean; the mean of {count} replicas "
+        "(runs from one state, each with its own order of the data), averaged over time too, less the mean of their "
+        f"last snapshots: {path}",
         f"loss less that of the last snapshot: {', '.join(gains)} nats",
     )
 
