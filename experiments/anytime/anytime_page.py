@@ -21,8 +21,10 @@ def report(results: dict[str, Any]) -> str:
     margin, parts = results["made"]["margin"], []
     for name, size in results["sizes"].items():
         parts += [f"### {name}", describe_targets(size), format_differences(size, margin), format_gains(size)]
-        parts += [format_ensembles(size), format_checks(size), format_with_b2(size), describe_searched(size)]
-        parts.append(format_costs(size))
+        parts.append(format_ensembles(size))
+        if "checks" in size:
+            parts += [format_checks(size), format_with_b2(size)]
+        parts += [describe_searched(size), format_costs(size)]
     return "\n\n".join(parts)
 
 

@@ -31,6 +31,7 @@ ANNEALING = Path(__file__).resolve().parents[1] / "annealing" / "results.json"
 SEARCHED = ("a quarter",)  # the horizons of the search on the first tuning seed
 FINALISTS = 3  # settings of each contender that are measured at all horizons, on all tuning seeds
 LIMIT = 48  # settings of each contender on the first seed: with three axes, a search can take more than 32
+UNCHECKED = ("science_long",)  # sizes without the two checks: secondary readouts, left out to save time
 EXPECTED_SETTINGS = 34  # of these, for the estimate of the machine time
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 
@@ -70,6 +71,8 @@ def plan(study: Study) -> Plan:
             choices = sum(len(of) for rival in rivals for of in choices_of(study, rival).values())
             read = (runs * cells + choices) * tokens // 2
             work.append(OtherWork(f"{size}, finalists", size, seed, runs * total, read))
+            if size in UNCHECKED:
+                continue
             # The two checks: contenders with a decay, and all of them and the target at the first horizon.
             decayed = len(DECAYED) * sum(total // divisor for divisor in HORIZONS.values())
             at_first = 2 * (len(rivals) + 1) * total // max(HORIZONS.values())
@@ -79,6 +82,8 @@ def plan(study: Study) -> Plan:
         for seed in study.seeds:
             read = len(HORIZONS) * (len(rivals) * len(groups(CONSTANT, study.units)) + sum(ENSEMBLES)) * tokens
             work.append(OtherWork(f"{size}, the best settings", size, seed, (len(rivals) + 1) * total, read))
+            if size in UNCHECKED:
+                continue
             # Two contenders and the target, with another decay rate of Adam.
             trained = 2 * total + sum(total // divisor for divisor in HORIZONS.values())
             work.append(OtherWork(f"{size}, another b2", size, seed, trained, 3 * len(HORIZONS) * tokens))
@@ -99,9 +104,7 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
     runs = report_runs(study, size, rivals, settings, chosen)
     complete_all(study, [run for of in runs.values() for one in of for run in one], study.workers)
     measured = {rival.name: measure_rival(study, rival, chosen[rival.name], runs[rival.name]) for rival in rivals}
-    compared = (by_select({"rivals": measured})[0], CONSTANT)
-    models = {rival: best_models(chosen[rival.name]) for rival in rivals if rival.name in compared}
-    return study.describe_size(size) | {
+    found = study.describe_size(size) | {
         "ends": horizon_units(study),
         "tried": {name: describe_search(one) for name, one in tried.items()},
         "finalists": {
@@ -110,10 +113,16 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
         },
         "settings": settings,
         "rivals": measured,
-        "checks": measure_checks(study, size, rivals, settings, target),
-        "with_b2": judge_with_b2(study, size, models, settings, target),
         "costs": costs(study, size, rivals, settings),
         "target": {horizon: read_target(study, runs) for horizon, runs in target.items()},
+    }
+    if size in UNCHECKED:
+        return found
+    compared = (by_select(found)[0], CONSTANT)
+    models = {rival: best_models(chosen[rival.name]) for rival in rivals if rival.name in compared}
+    return found | {
+        "checks": measure_checks(study, size, rivals, settings, target),
+        "with_b2": judge_with_b2(study, size, models, settings, target),
     }
 
 
