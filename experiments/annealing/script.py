@@ -20,15 +20,15 @@ from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all
 from pma_jax.studies.statistics import paired_estimate
 from pma_jax.studies.study import Study
+from pma_jax.studies.targets import HORIZONS
 from pma_jax.studies.tuning import TUNING_SEEDS, Axis, Contender, Tuned
 
 RATE, BATCH = "schedule.peak_rate", "training.batch_size_sequences"
 UNITS = 16  # per run: only the last snapshot is read
-HORIZONS = {"a quarter": 4, "half": 2, "all": 1}  # of the size's tokens: name -> divisor
 COARSE = "a quarter, all shapes"
 RATES, BATCHES = (-1, 0, 1, 2), (-1, 0)  # of the first grid, in factors of 2 of the size's configuration
 FINALISTS = 3  # settings of each shape that are measured on all seeds
-SHAPES_KEPT = 2  # that are searched at every horizon
+SHAPES_KEPT = 2  # the best ones, that are searched at every horizon; so is the cosine
 EXPECTED_SETTINGS = 7  # per shape, horizon and search, for the estimate of the machine time
 EXPECTED_NEIGHBOURS = 2  # of the best finalist, per shape and horizon, that are measured on all seeds; likewise
 DEFAULTS = {"sizes": ("science_small", "science_long"), "seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
@@ -48,6 +48,7 @@ SHAPES = {
     "1 - sqrt over 25%": Shape("minus_sqrt", 0.25),
     "cosine over 100%": Shape("cosine", 1.0),
 }
+COSINE = "cosine over 100%"
 
 
 def axes(study: Study, size: str, factor: float) -> tuple[Axis, Axis]:
@@ -92,7 +93,7 @@ def plan(study: Study) -> Plan:
         total = study.trunk_config(size, study.seeds[0]).training.total_tokens
         for horizon, divisor in HORIZONS.items():
             on_all = FINALISTS * (len(study.seeds) - 1) + EXPECTED_NEIGHBOURS * len(study.seeds)
-            runs = SHAPES_KEPT * (EXPECTED_SETTINGS + on_all)
+            runs = (SHAPES_KEPT + 1) * (EXPECTED_SETTINGS + on_all)
             trained, read = runs * total // divisor, runs * study.evaluation_tokens
             work.append(OtherWork(f"{size}, search over {horizon}", size, study.seeds[0], trained, read))
     return work
@@ -104,31 +105,35 @@ def measure(study: Study) -> dict[str, Any]:
 
 
 def measure_size(study: Study, size: str) -> dict[str, Any]:
-    """Search all shapes at a quarter of the tokens, on one seed, then the best shapes at every horizon."""
+    """Search all shapes at a quarter of the tokens, on one seed, then the best ones and the cosine at every horizon."""
     coarse_axes, fine_axes = axes(study, size, 2), axes(study, size, 2**0.5)
     grid = tuple(itertools.product(RATES, BATCHES))
     contenders = [Contender(shape, coarse_axes, grid) for shape in SHAPES]
     measure_on = functools.partial(losses, study, size, "a quarter")
     coarse, _ = tuning.search(contenders, measure_on, study.seeds[:1], 1, study.searches_settings)
     kept = sorted(coarse, key=lambda shape: coarse[shape].mean(coarse[shape].best))[:SHAPES_KEPT]
+    kept = list(dict.fromkeys([*kept, COSINE]))
     starts = {shape: (2 * coarse[shape].best[0], coarse[shape].best[1]) for shape in kept}
-    tried, best = {COARSE: coarse}, {}
+    tried, best, cosine = {COARSE: coarse}, {}, {}
     for horizon in HORIZONS:
         contenders = [Contender(shape, fine_axes, (starts[shape],)) for shape in kept]
-        tried[horizon], best[horizon] = search(study, size, horizon, contenders)
+        tried[horizon], of_shape = search(study, size, horizon, contenders)
+        best[horizon] = min(of_shape.values(), key=lambda one: sum(one["losses"]))
+        cosine[horizon] = of_shape[COSINE]
     return study.describe_size(size) | {
         "tried": {stage: {shape: describe(one) for shape, one in of.items()} for stage, of in tried.items()},
         "best": best,
+        "cosine": cosine,
     }
 
 
 def search(
     study: Study, size: str, horizon: str, contenders: Sequence[Contender]
-) -> tuple[dict[str, Tuned], dict[str, Any]]:
+) -> tuple[dict[str, Tuned], dict[str, dict[str, Any]]]:
     """Search shapes on one seed, and measure the best settings of each and their neighbours on all seeds.
 
     Returns:
-        The settings of each shape, and the best one of all.
+        The settings of each shape, and the best one of each in the layout of results.json.
     """
     measure_on = functools.partial(losses, study, size, horizon)
     tuned, finalists = tuning.search(contenders, measure_on, study.seeds, FINALISTS, study.searches_settings)
@@ -136,9 +141,11 @@ def search(
         tuning.follow_best(tuned, finalists, functools.partial(measure_on, study.seeds))
     for shape, of_shape in finalists.items():
         tuned[shape].losses.update(of_shape.losses)
-    shape, one = min(finalists.items(), key=lambda item: item[1].mean(item[1].best))
-    setting = overrides(study, size, horizon, shape, one.contender.overrides(one.best))
-    return tuned, {"shape": shape, "units": UNITS, "setting": list(setting), "losses": one.losses[one.best]}
+    best = {}
+    for shape, one in finalists.items():
+        setting = overrides(study, size, horizon, shape, one.contender.overrides(one.best))
+        best[shape] = {"shape": shape, "units": UNITS, "setting": list(setting), "losses": one.losses[one.best]}
+    return tuned, best
 
 
 def losses(

@@ -16,6 +16,7 @@ from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.parabola import find_vertex
 from pma_jax.studies.planned import (
     OtherWork,
     Plan,
@@ -168,19 +169,42 @@ def tokens_of(size: Mapping[str, Any]) -> list[float]:
     return next(iter(size["measured"][BASE].values()))["document_tokens"]
 
 
-# Definitions of the gain of merging: name -> (which model less the merged one, whose best rate that model trains at).
+# Definitions of the gain of merging: name -> (which model less the merged one, for which of them the rates of each are
+# the best).
 GAINS = {
-    "own rates": ("raw", "raw"),
-    "same run": ("raw", "merged"),
-    "own rates, newest snapshot": ("newest", "raw"),
+    "own rates": ("raw", "raw", "merged"),
+    "run best for merging": ("raw", "merged", "merged"),
+    "run best for raw": ("raw", "raw", "raw"),
+    "own rates, newest snapshot": ("newest", "raw", "merged"),
 }
 OWN = next(iter(GAINS))
 
 
 def gain(size: Mapping[str, Any], variant: str, kind: str = OWN) -> np.ndarray:
-    """Return the loss of the raw model of a variant less that of the merged one, at its best rate [S, D]."""
-    model, rate_of = GAINS[kind]
-    return nats(size, variant, size["best"][variant][rate_of], model) - own_nats(size, variant, "merged")
+    """Return the loss of the raw model of a variant less that of the merged one [S, D]."""
+    model, *rate_of = GAINS[kind]
+    first, second = (size["best"][variant][name] for name in rate_of)
+    return nats(size, variant, first, model) - nats(size, variant, second, "merged")
+
+
+def tuning_gains(size: Mapping[str, Any], variant: str, is_between: bool) -> list[float]:
+    """Return the gain of merging of a variant on each tuning seed, each model at its own rate.
+
+    Args:
+        size: The results of a size.
+        variant: The variant.
+        is_between: Take the lowest point of a parabola through the best rate and its neighbours, in place of the best
+            rate of the grid.
+    """
+    tried = {float(rate): of for rate, of in size["tried"][variant].items() if of}
+    lowest = {}
+    for model in MODELS:
+        if is_between:
+            each = zip(*[of[model] for of in tried.values()], strict=True)
+            lowest[model] = [find_vertex(np.log(list(tried)).tolist(), losses).y for losses in each]
+        else:
+            lowest[model] = tried[size["best"][variant][model]][model]
+    return [raw - merged for raw, merged in zip(lowest["raw"], lowest["merged"], strict=True)]
 
 
 def own_nats(size: Mapping[str, Any], variant: str, model: str) -> np.ndarray:
@@ -203,7 +227,7 @@ def report(results: dict[str, Any]) -> str:
     margin, parts = results["made"]["margin"], []
     for name, size in results["sizes"].items():
         tables = [format_variants(size), describe_table(size), format_losses(size), format_gains(size, margin)]
-        parts += [f"### {name}", *tables, format_tried(size)]
+        parts += [f"### {name}", *tables, format_between(size), format_tried(size)]
     return "\n\n".join(parts)
 
 
@@ -243,6 +267,19 @@ def format_losses(size: Mapping[str, Any]) -> str:
     return f"The losses against {BASE}:\n\n" + pages.format_table(["variant", *header], rows)
 
 
+def format_between(size: Mapping[str, Any]) -> str:
+    """Format how much the grid of rates matters: the gains of each variant less those of the base on tuning seeds."""
+    rows = []
+    for variant in others():
+        pairs = [[tuning_gains(size, of, is_between) for of in (variant, BASE)] for is_between in (False, True)]
+        rows.append([variant, *(pages.format_difference(ours, theirs) for ours, theirs in pairs)])
+    return (
+        f"The gain less that of {BASE} on the three tuning seeds and the part `select`, at own rates, which are those "
+        "of the grid or the lowest point of a parabola in the logarithm of the rate, through the best one and its "
+        "neighbours:\n\n" + pages.format_table(["variant", "rates of the grid", "between them"], rows)
+    )
+
+
 def format_gains(size: Mapping[str, Any], margin: float) -> str:
     """Format the gains of each variant less those of the base."""
     verdicts = judge([against_base(size, variant) for variant in others()], margin)
@@ -263,8 +300,8 @@ def describe_table(size: Mapping[str, Any]) -> str:
         f"Nats per token after {size['tokens'] // SHARE / 1e6:.2f}M tokens, 95% intervals over seeds and documents. "
         "The raw loss is the mean over the last 4 of 32 snapshots, and `newest snapshot` is that of the last alone; "
         "the merge is the best plain mean of the last 3, 5 or 8. Rates and windows were chosen on three tuning seeds "
-        "and on the part `select`. `own rates`: the raw and the merged model each at its best; `same run`: both at "
-        "that of the merged model. Single losses and gains have wide intervals because documents differ; the "
+        "and on the part `select`. `own rates`: the raw and the merged model each at its best; otherwise both "
+        "at the best of one of them. Single losses and gains have wide intervals because documents differ; the "
         "differences below are paired."
     )
 

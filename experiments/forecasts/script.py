@@ -253,7 +253,9 @@ def format_rankings(size: Mapping[str, Any]) -> str:
         tau = pages.format_interval(mean_interval(judged["tau"]), 2)
         less_raw = "" if name == MEAN_LOSS else pages.format_interval(differences[share, name].interval(), 2)
         verdict = verdicts.get((share, name), "")
-        shown = [tau, less_raw, verdict, *describe_regret(judged["regret"])]
+        less_annealed = paired_estimate(judged["tau"], rankings[1.0, ANNEALED]["tau"])
+        yardstick = "" if name == ANNEALED else pages.format_interval(less_annealed.interval(), 2)
+        shown = [tau, less_raw, verdict, yardstick, *describe_regret(judged["regret"])]
         rows.append([f"{share:.0%}", f"{1 - share:.0%}", name, *shown])
     header = [
         "seen of the run",
@@ -262,14 +264,16 @@ def format_rankings(size: Mapping[str, Any]) -> str:
         "Kendall tau",
         f"less that of `{MEAN_LOSS}`",
         "against it",
+        f"less that of `{ANNEALED}`",
     ]
     return (
         f"**Rankings** of {len(size['sweep'])} settings ({', '.join(size['sweep'])}) by losses on the part `select`, "
         "compared with that by the annealed loss (its mean over the seeds other than the forecast's, on `report`). "
         "An annealed run takes as many tokens as a full run at a constant rate, so tokens that the forecast does "
         "not use are saved. The regret is the annealed loss of the setting that a forecast puts first, less the "
-        "lowest. Intervals are over seeds; better and worse with at most 5% false findings (Benjamini and "
-        "Hochberg).\n\n" + pages.format_table([*header, "seeds that put the best first", "regret, nats"], rows)
+        "lowest. Intervals are over seeds, for these settings; better and worse with at most 5% false findings "
+        "(Benjamini and Hochberg).\n\n"
+        + pages.format_table([*header, "seeds that put the best first", "regret, nats"], rows)
     )
 
 

@@ -85,35 +85,48 @@ def best_window(size: Mapping[str, Any], end: int, interval: int) -> int:
     return min(texts, key=lambda window: sum(size["select"][texts[window]][str(end)]))
 
 
-def best_spans(size: Mapping[str, Any], end: int) -> list[float]:
+def best_spans(size: Mapping[str, Any], end: int, interval: int = 1) -> list[float]:
     """Return the best span N V of each seed, as a share of the tokens, between the windows of the grid.
 
-    It is where a parabola in log N, through the losses at the finest interval around the lowest one, is lowest. The
-    losses are those on the part `report`: no model is chosen by the span.
+    It is where a parabola in log N, through the losses at an interval around the lowest one, is lowest. The losses are
+    those on the part `report`: no model is chosen by the span.
     """
-    texts, spans = available(size, end, 1), []
+    texts, spans = available(size, end, interval), []
     for losses in zip(*[pages.seed_losses(size, text, end) for text in texts.values()], strict=True):
-        spans.append(math.exp(find_vertex(np.log(list(texts)).tolist(), list(losses), NEIGHBOURS).x) / end)
+        best = math.exp(find_vertex(np.log(list(texts)).tolist(), list(losses), NEIGHBOURS).x)
+        spans.append(best * interval / end)
     return spans
 
 
-def growth(size: Mapping[str, Any]) -> MeanInterval:
-    """Estimate the exponent p of the best span against the tokens trained, span = tokens^p, over seeds."""
+def growth(size: Mapping[str, Any], less: int = 0) -> MeanInterval:
+    """Estimate the exponent p of the best span against the tokens trained, span = tokens^p, over seeds.
+
+    Args:
+        size: The results of a size.
+        less: Intervals to take off the span N V: 1 for the distance from the oldest snapshot to the newest one.
+    """
     units = list(size["ends"].values())
-    spans_ES = np.array([np.multiply(best_spans(size, end), end) for end in units])
+    spans_ES = np.array([np.multiply(best_spans(size, end), end) - less for end in units])
     return mean_interval([float(np.polyfit(np.log(units), np.log(spans_E), 1)[0]) for spans_E in spans_ES.T])
 
 
 def report(results: dict[str, Any]) -> str:
     """Format the best cells and spans, the cost of coarser intervals, and what the paper's rule recommends."""
-    margin, rows, coarse = results["made"]["margin"], [], []
+    margin, rows, coarse, fewer = results["made"]["margin"], [], [], []
     for name, size in results["sizes"].items():
         for end in size["ends"].values():
-            rows.append([name, pages.format_tokens(size, end), *describe_best(size, end, margin)])
-            coarse.append([name, pages.format_tokens(size, end), *describe_coarse(size, end)])
+            start = [name, pages.format_tokens(size, end)]
+            rows.append([*start, *describe_best(size, end, margin)])
+            coarse.append([*start, *describe_coarse(size, end)])
+            fewer.append([*start, *describe_fewer(size, end)])
+    coarser = [f"V × {i}" for i in INTERVALS[1:]]
     header = ["size", "tokens", "best N", "raw − best", "equal to it", "best span N V, share of the tokens"]
     rules = "; ".join(recommended_span(name, size) for name, size in results["sizes"].items())
-    grown = [f"- {name}: tokens to the power {format_power(growth(size))}." for name, size in results["sizes"].items()]
+    grown = [
+        f"- {name}: N V as the tokens to the power {format_power(growth(size))}; (N − 1) V, from the oldest snapshot "
+        f"to the newest, to the power {format_power(growth(size, 1))}."
+        for name, size in results["sizes"].items()
+    ]
     return "\n\n".join(
         [
             pages.format_table(header, rows),
@@ -123,7 +136,12 @@ def report(results: dict[str, Any]) -> str:
             "parabola through the losses of each seed on the part `report` is lowest; its interval is over seeds. "
             f"PMA's rule of thumb, extrapolated to these sizes, recommends {rules}.",
             "Cost of a coarser interval against the finest one, each at its best N (nats, positive: worse):",
-            pages.format_table(["size", "tokens", *(f"V × {i}" for i in INTERVALS[1:])], coarse),
+            pages.format_table(
+                ["size", "tokens", *coarser, "the best span at V × 1, then at each that has 8 snapshots"], coarse
+            ),
+            "Cost of fewer snapshots over the same span N V, a quarter of the tokens (nats, positive: worse than those "
+            "at the finest interval):",
+            pages.format_table(["size", "tokens", *coarser], fewer),
             "Growth of the best span with the tokens of one run:\n\n" + "\n".join(grown),
         ]
     )
@@ -158,7 +176,26 @@ def describe_coarse(size: Mapping[str, Any], end: int) -> list[str]:
             cells.append(f"{cost} (N = {window})")
         else:
             cells.append("")
+    return [*cells, describe_spans(size, end)]
+
+
+def describe_fewer(size: Mapping[str, Any], end: int) -> list[str]:
+    """Return what snapshots at each coarser interval cost against those at the finest one, over the same span."""
+    span, cells = end // 4, []
+    for interval in INTERVALS[1:]:
+        texts, window = available(size, end, interval), span // interval
+        if window in texts and span in available(size, end, 1):
+            estimate = difference(size, texts[window], available(size, end, 1)[span], end)
+            cells.append(f"{pages.format_interval(estimate.interval())} (N = {window} for {span})")
+        else:
+            cells.append("")
     return cells
+
+
+def describe_spans(size: Mapping[str, Any], end: int) -> str:
+    """Return the best span at every interval that has means of up to 8 snapshots, as shares of the tokens."""
+    each = [best_spans(size, end, interval) for interval in INTERVALS if 8 in available(size, end, interval)]
+    return ", ".join(pages.format_percent_interval(mean_interval(spans)) for spans in each)
 
 
 def recommended_span(name: str, size: Mapping[str, Any]) -> str:
@@ -173,7 +210,10 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     for name, size in results["sizes"].items():
         first, last = size["ends"]["a quarter"], size["ends"]["all"]
         spans.append(f"{name}: {pages.format_percent_interval(mean_interval(best_spans(size, last)))}")
-        powers.append(f"{name}: the best span (N × V tokens) grows as tokens to the power {format_power(growth(size))}")
+        powers.append(
+            f"{name}: the best span grows as the tokens to the power {format_power(growth(size))} as N × V, and "
+            f"{format_power(growth(size, 1))} from the oldest snapshot to the newest"
+        )
         texts = available(size, first, 1)
         early = difference(size, texts[max(texts)], RAW.text, first).interval()
         wide.append(f"{name}, {max(texts)} snapshots: {pages.format_interval(early)} nats")

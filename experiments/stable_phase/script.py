@@ -13,6 +13,7 @@ from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
+from pma_jax.runtime.formatting import format_text
 from pma_jax.studies import pages
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
@@ -21,7 +22,9 @@ from pma_jax.studies.statistics import (
     MeanEstimate,
     choose_leaving_one_out,
     difference_over_documents,
+    estimate_over_documents,
     find_clear,
+    independent_difference,
     paired_estimate,
     ratio_of_means,
     smallest_difference,
@@ -38,7 +41,8 @@ EIGHTHS = range(1, 9)  # positions along a trunk
 # tuning were chosen by hand for models of this size.
 UNTUNED = ("training.batch_size_sequences=16", "schedule.peak_rate=0.004", "optimizer.weight_decay=0.1")
 OLD_TEXT = ("data.package=",)  # Python's standard library with its tests
-VARIANTS = {"old text, untuned": (*OLD_TEXT, *UNTUNED), "new text, untuned": UNTUNED}
+OLD_ROW, NEW_ROW = "old text, untuned", "new text, untuned"
+VARIANTS = {OLD_ROW: (*OLD_TEXT, *UNTUNED), NEW_ROW: UNTUNED}
 TUNED, RAW_TUNED = "new text, tuned", "new text, tuned for raw"
 
 
@@ -159,20 +163,50 @@ def format_windows(results: dict[str, Any]) -> str:
                 verdict = pages.describe_difference(estimate, margin)
                 lines.append(f"- {name}, SMA of {cell.window} at the end, against that of {DEFAULT_WINDOW}: {verdict}.")
         raw, merged = (pages.seed_losses(size, text, end) for text in (RAW.text, DEFAULT.text))
+        on_documents = difference(size, RAW.text, DEFAULT.text, end)
         chosen, losses = choose_leaving_one_out({cell.text: pages.seed_losses(size, cell.text, end) for cell in MERGES})
         gain = pages.format_interval(paired_estimate(raw, losses).interval())
         lines.append(
             f"- {name}: the window that is best on the other seeds ({', '.join(dict.fromkeys(chosen))}) gains {gain} "
-            "nats over raw at the end, over seeds."
+            "nats over raw at the end, over seeds, on the documents on which the windows were compared."
         )
         deviations = [pages.format_deviation(losses) for losses in (raw, merged)]
-        smallest = smallest_difference(float(np.std(np.subtract(raw, merged), ddof=1)), len(raw))
         lines.append(
             f"- {name}: the standard deviation over seeds at the end is {deviations[0]} for raw and {deviations[1]} "
-            f"for SMA of {DEFAULT_WINDOW}. {len(raw)} seeds find a true gain of `{smallest:.2g}` nats with a "
-            "probability of 80%."
+            f"for SMA of {DEFAULT_WINDOW}, on the same seeds."
         )
+        if on_documents:
+            lines.append(
+                f"- {name}: an interval over seeds and documents finds a true gain of "
+                f"`{smallest_difference(on_documents):.2g}` nats with a probability of 80%."
+            )
+        lines += [f"- {name}, {line}" for line in describe_last_change(results, size)]
     return "\n".join(lines)
+
+
+def describe_last_change(results: dict[str, Any], size: dict[str, Any]) -> list[str]:
+    """Say how the gain of each window changes to the end, from the eighth before it and from the one before that."""
+    *_, sixth, seventh, end = results["ends"]
+    lines = []
+    for earlier, word in ((seventh, "seventh"), (sixth, "sixth")):
+        each = []
+        for cell in MERGES:
+            if has_snapshots(size, cell.text, earlier):
+                last, before = (nats_of_gain(size, cell.text, at) for at in (end, earlier))
+                change = difference_over_documents(last, before, size["document_tokens"])
+                each.append(f"SMA of {cell.window} {pages.format_interval(change.interval())}")
+        lines.append(f"the gain at the end less that at the {word} eighth: {', '.join(each)}.")
+    return lines
+
+
+def has_snapshots(measured: dict[str, Any], text: str, end: int) -> bool:
+    """Return whether there are enough snapshots for a merge at a position."""
+    return str(end) in measured["nats"].get(text, {})
+
+
+def nats_of_gain(measured: dict[str, Any], text: str, end: int) -> np.ndarray:
+    """Return the raw less the merged loss at a position, of each seed on each document [S, D]."""
+    return np.subtract(*(measured["nats"][of][str(end)] for of in (RAW.text, text)))
 
 
 def format_variants(results: dict[str, Any]) -> str:
@@ -200,7 +234,34 @@ def format_variants(results: dict[str, Any]) -> str:
     header += ["raw − merged, over seeds", "raw − merged, over seeds and documents"]
     return (
         f"How the gain changes with the text and the settings ({next(iter(results['sizes']))}, at the end):\n\n"
-        + "\n\n".join([pages.format_table(header, rows), format_own_best(results)])
+        + "\n\n".join([pages.format_table(header, rows), format_own_best(results), format_changes(results)])
+    )
+
+
+def format_changes(results: dict[str, Any]) -> str:
+    """Format what tuning changed, in pairs, and what the text did, whose losses are of different documents."""
+    measured, end = results["variants"], results["ends"][-1]
+    old, untuned, tuned = (measured[name] for name in (OLD_ROW, NEW_ROW, TUNED))
+    if not all(has_snapshots(of, DEFAULT.text, end) for of in (old, untuned, tuned)):
+        return "Too few snapshots to compare the variants."
+    tokens = tuned["document_tokens"]
+    losses = [[of["nats"][text][str(end)] for of in (tuned, untuned)] for text in (RAW.text, DEFAULT.text)]
+    losses.append([nats_of_gain(of, DEFAULT.text, end) for of in (tuned, untuned)])
+    changes = [difference_over_documents(after, before, tokens) for after, before in losses]
+    shown = [pages.format_interval(one.interval()) for one in changes]
+    each = [
+        estimate_over_documents(
+            nats_of_gain(of, DEFAULT.text, end) / np.array(of["document_tokens"]), of["document_tokens"]
+        )
+        for of in (untuned, old)
+    ]
+    text = independent_difference(*each)
+    judged = f"{format_text(old['text']['parts'][REPORT])} of {old['text']['corpus']}"
+    return (
+        f"Tuning, less `{NEW_ROW}`: raw {shown[0]}, merged {shown[1]}, and the gain {shown[2]} nats, paired over seeds "
+        f"and documents. The gain of `{NEW_ROW}` less that of `{OLD_ROW}`, which has other text in training and in "
+        f"judging, without pairs: {pages.format_interval(text.interval())} nats. `{OLD_ROW}` is judged on {judged}, "
+        "the other rows on the text that is named below."
     )
 
 
@@ -223,7 +284,7 @@ def format_own_best(results: dict[str, Any]) -> str:
     end, measured = results["ends"][-1], results["variants"]
     if has_one_setting(results):
         return (
-            "Losses on different text are not comparable; gains are. The size's tuned setting is the raw model's own "
+            "Losses on different text are not comparable. The size's tuned setting is the raw model's own "
             "best ([tuning](../tuning/README.md))."
         )
     gain = pages.format_interval(own_best(results).interval())
@@ -236,7 +297,7 @@ def format_own_best(results: dict[str, Any]) -> str:
         else ""
     )
     return (
-        "Losses on different text are not comparable; gains are. The raw model at its own best setting less the "
+        "Losses on different text are not comparable. The raw model at its own best setting less the "
         f"merged one at the size's ([tuning](../tuning/README.md)): {gain} nats.{shown}"
     )
 
@@ -263,7 +324,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     return IndexRow(
         1,
         "Stable phase: is merged better than raw?",
-        "PMA, Figs. 1 and 9: yes, along the whole constant phase, dense and mixtures, at every size",
+        "PMA, Figs. 1 and 9: yes, on nearly all benchmarks, along the constant phase, dense and mixtures, all sizes",
         f"the mean of the last {DEFAULT_WINDOW} snapshots is better than the newest one: {'; '.join(verdicts)}",
         f"raw − merged at the end: {'; '.join(effects)}",
     )

@@ -167,10 +167,10 @@ def describe_provenance(made: dict[str, Any], of_sizes: bool = False, judged: st
         commit = f"{', '.join(made['sizes'])}: {commit[0].lower()}{commit[1:]}"
     given = f"; overrides: `{' '.join(made['overrides'])}`" if made["overrides"] else ""
     return (
-        f"{commit}: {made['runs']} runs of {made['tokens'] / 1e6:.1f}M tokens in {made['training_hours']:.2f} machine "
-        f"hours (time of all cores; a run that several experiments use counts in each). Seeds "
-        f"{', '.join(map(str, made['seeds']))}; judged on {judged or _describe_text(made)}{given}. All numbers: "
-        "[results.json](results.json)."
+        f"{commit}: {made['runs']} runs with {made['tokens'] / 1e6:.1f}M tokens in all, in "
+        f"{made['training_hours']:.2f} machine hours (time of all cores; a run that several experiments use counts in "
+        f"each). Seeds {', '.join(map(str, made['seeds']))}; judged on {judged or _describe_text(made)}{given}. All "
+        "numbers: [results.json](results.json)."
     )
 
 
@@ -179,7 +179,8 @@ def _describe_text(made: Mapping[str, Any]) -> str:
     text = made["text"]
     judged = format_text(text["parts"][made["part"]])
     digest = text["corpus_digest"][:12]
-    return f"{judged} of the held-out text of {text['corpus']} (digest {digest}), the same for every model"
+    held_out = f"the held-out text of {text['corpus']} (digest {digest})"
+    return f"{judged} of {held_out}, the same for all models that are compared"
 
 
 def _measure(

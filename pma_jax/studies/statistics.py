@@ -236,22 +236,35 @@ def _reject(p_values: Sequence[float], false_discovery_rate: float) -> list[bool
     return (scipy.stats.false_discovery_control(p_values) <= false_discovery_rate).tolist()
 
 
-def power(difference: float, deviation: float, count: int, significance: float = 0.05) -> float:
-    """Return the probability that a paired t test over `count` seeds finds a true difference.
+def power(difference: float, error: float, degrees_of_freedom: float, significance: float = 0.05) -> float:
+    """Return the probability that a t test finds a true difference.
 
     Args:
-        difference: The true mean of the paired differences, in nats.
-        deviation: Their standard deviation, in nats.
-        count: Number of seeds, at least 2.
+        difference: The true mean, in nats.
+        error: The standard error of its estimate, in nats.
+        degrees_of_freedom: Those of the standard error.
         significance: Highest p-value that counts as a finding, of both sides.
     """
-    degrees, shift = count - 1, difference / deviation * np.sqrt(count)
-    critical = scipy.stats.t.ppf(1 - significance / 2, degrees)
-    distribution = scipy.stats.nct(degrees, shift)
-    return float(distribution.sf(critical) + distribution.cdf(-critical))
+    critical = scipy.stats.t.ppf(1 - significance / 2, degrees_of_freedom)
+    shift = difference / error
+    # The lower tail as the upper one of the mirrored distribution: scipy's `cdf` is NaN where it is tiny.
+    return float(sum(scipy.stats.nct(degrees_of_freedom, x).sf(critical) for x in (shift, -shift)))
 
 
-def smallest_difference(deviation: float, count: int, wanted_power: float = 0.8, significance: float = 0.05) -> float:
-    """Return the smallest true difference, in nats, that `count` seeds find with the wanted power; see `power`."""
-    found = scipy.optimize.root_scalar(lambda x: power(x, 1.0, count, significance) - wanted_power, bracket=(1e-9, 1e3))
-    return deviation * found.root
+def smallest_difference(estimate: MeanEstimate, wanted_power: float = 0.8, significance: float = 0.05) -> float:
+    """Return the smallest true difference, in nats, that an estimate like this finds with the wanted power."""
+    degrees = estimate.degrees_of_freedom
+    found = scipy.optimize.root_scalar(
+        lambda x: power(x, 1.0, degrees, significance) - wanted_power, bracket=(1e-9, 1e3)
+    )
+    return estimate.standard_error * found.root
+
+
+def independent_difference(first: MeanEstimate, second: MeanEstimate) -> MeanEstimate:
+    """Estimate the mean of one estimate less that of another of other runs or other text, with Welch's test."""
+    variances = [estimate.standard_error**2 for estimate in (first, second)]
+    each = [v**2 / estimate.degrees_of_freedom for v, estimate in zip(variances, (first, second), strict=True)]
+    count = min(first.count, second.count)
+    return MeanEstimate(
+        first.mean - second.mean, float(np.sqrt(sum(variances))), sum(variances) ** 2 / sum(each), count
+    )

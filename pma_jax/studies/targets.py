@@ -1,4 +1,7 @@
-"""The best annealing that ends at a horizon, by the results of the experiment annealing: what merges are judged by."""
+"""The best annealing that ends at a horizon, by the results of the experiment annealing: what merges are judged by.
+
+Also the best cosine of the same results, which is what many runs are planned with.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +15,7 @@ from pma_jax.studies.planned import PlannedEvaluation, PlannedRun, get_by_seed
 from pma_jax.studies.study import Study
 
 HORIZONS = {"a quarter": 4, "half": 2, "all": 1}  # of a size's tokens: name -> divisor
+ALL_SHAPES, COSINE = "best", "cosine"  # keys of the results; a cosine takes all tokens of its run
 
 
 def horizon_units(study: Study) -> dict[str, int]:
@@ -19,13 +23,14 @@ def horizon_units(study: Study) -> dict[str, int]:
     return {name: study.units // divisor for name, divisor in HORIZONS.items()}
 
 
-def target_runs(study: Study, results: Path, size: str) -> dict[str, list[PlannedRun]]:
+def target_runs(study: Study, results: Path, size: str, which: str = ALL_SHAPES) -> dict[str, list[PlannedRun]]:
     """List the runs of the best annealing of each horizon, one per seed of the study.
 
     Args:
-        study: The study; one that does not search settings, as in tests, takes a linear decay over half of the tokens.
+        study: The study; one that does not search settings, as in tests, takes a decay over half of the tokens.
         results: results.json of the experiment annealing.
         size: The size.
+        which: The best of `ALL_SHAPES`, or the best `COSINE`.
 
     Raises:
         UserError: The results do not exist, lack the size, or are of another text or number of tokens.
@@ -34,10 +39,13 @@ def target_runs(study: Study, results: Path, size: str) -> dict[str, list[Planne
     for horizon, divisor in HORIZONS.items():
         total = study.trunk_config(size, study.seeds[0]).training.total_tokens // divisor
         if study.searches_settings:
-            units, setting = _read_best(study, results, size, horizon, total)
+            units, setting = _read_best(study, results, size, which, horizon, total)
         else:
             units = study.units // 4
-            decay = ["schedule.decay=linear", f"schedule.decay_start_tokens={total // 2}"]
+            decay = [
+                f"schedule.decay={'cosine' if which == COSINE else 'linear'}",
+                f"schedule.decay_start_tokens={total // 2}",
+            ]
             setting = [f"training.total_tokens={total}", *decay]
         judged = PlannedEvaluation((RAW,), (units,), REPORT)
         changes = (*setting, "checkpoint.kinds=point")
@@ -56,7 +64,9 @@ def read_target(study: Study, runs: Sequence[PlannedRun]) -> dict[str, Any]:
     return {"setting": list(runs[0].changes), "end": runs[0].units, **losses}
 
 
-def _read_best(study: Study, path: Path, size: str, horizon: str, total_tokens: int) -> tuple[int, list[str]]:
+def _read_best(
+    study: Study, path: Path, size: str, which: str, horizon: str, total_tokens: int
+) -> tuple[int, list[str]]:
     """Return the units and the setting of the best annealing; raises UserError, see `target_runs`."""
     if not path.exists():
         raise UserError(f"no tuned annealing in {path}: run experiments/annealing/script.py first")
@@ -65,7 +75,9 @@ def _read_best(study: Study, path: Path, size: str, horizon: str, total_tokens: 
         raise UserError(f"{path} was made on another text: run experiments/annealing/script.py on this one")
     if size not in results["sizes"]:
         raise UserError(f"{path} has no annealing of {size}: run experiments/annealing/script.py --add")
-    best = results["sizes"][size]["best"][horizon]
+    if which not in results["sizes"][size]:
+        raise UserError(f"{path} has no {which} of {size}: run its script again")
+    best = results["sizes"][size][which][horizon]
     if f"training.total_tokens={total_tokens}" not in best["setting"]:
         raise UserError(f"{path} has no annealing of {size} over {total_tokens:,} tokens: run its script again")
     return best["units"], best["setting"]

@@ -157,14 +157,25 @@ def test_paired_intervals_cover_the_truth(count):
     assert 0.93 <= covered(intervals, 0.1) <= 0.97
 
 
-@pytest.mark.parametrize("count", [3, 8])
+@pytest.mark.parametrize("count", [3, 8, 41])
 def test_power_is_the_share_of_findings(count):
     rng, difference, deviation = np.random.default_rng(6), 0.01, 0.008
     found = scipy.stats.ttest_1samp(rng.normal(difference, deviation, (20_000, count)), 0, axis=1).pvalue < 0.05
-    assert statistics.power(difference, deviation, count) == pytest.approx(found.mean(), abs=0.012)
-    smallest = statistics.smallest_difference(deviation, count)
-    assert statistics.power(smallest, deviation, count) == pytest.approx(0.8, abs=1e-9)
-    assert statistics.power(0.0, deviation, count) == pytest.approx(0.05)
+    error, degrees = deviation / np.sqrt(count), count - 1
+    assert statistics.power(difference, error, degrees) == pytest.approx(found.mean(), abs=0.012)
+    smallest = statistics.smallest_difference(statistics.MeanEstimate(0.1, error, degrees, count))
+    assert statistics.power(smallest, error, degrees) == pytest.approx(0.8, abs=1e-9)
+    assert statistics.power(0.0, error, degrees) == pytest.approx(0.05)
+    assert all(statistics.power(x * error, error, degrees) > 0.9 for x in (10, 12, 13, 16, 100))
+
+
+def test_the_difference_of_independent_estimates_has_the_p_value_of_welchs_test():
+    rng = np.random.default_rng(7)
+    first, second = rng.normal(0.3, 1.0, 8), rng.normal(0.0, 3.0, 5)
+    ours = statistics.independent_difference(
+        *(statistics.paired_estimate(x, np.zeros(len(x))) for x in (first, second))
+    )
+    assert ours.p_value() == pytest.approx(scipy.stats.ttest_ind(first, second, equal_var=False).pvalue)
 
 
 def test_what_has_no_interval_is_refused():
