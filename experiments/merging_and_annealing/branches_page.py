@@ -14,7 +14,8 @@ from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, judge
 
-POINTS, BLOCKS, BEST = "all points", "all block means", "the best merge"
+POINTS, BLOCKS, BEST = "all points", "all block means", "the best merge"  # since the fork; keys of the results
+OF_RUN = "the best merge of the run"  # of the snapshots since any fork: older ones than those of a short branch too
 DECAYS = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "1 - sqrt"}
 WORDS = {"equal": "equal", "higher": "annealing is better", "lower": "merging is better", "not shown": "not shown"}
 
@@ -22,19 +23,39 @@ WORDS = {"equal": "equal", "higher": "annealing is better", "lower": "merging is
 def of_branch(size: Mapping[str, Any], branch: Mapping[str, Any], model: str) -> MeanEstimate:
     """Estimate the loss of a model of the trunk (raw, or a merge since the fork) less that of a branch at its end."""
     end = str(branch["end"])
-    text = RAW.text if model == RAW.text else branch["compared"][model]
+    text = {RAW.text: RAW.text, OF_RUN: best_of_run(size, branch["end"])} | branch["compared"]
     trunk = size["trunk"][end]
-    return difference_over_documents(trunk["nats"][text][end], branch["nats"][RAW.text][end], trunk["document_tokens"])
+    ours = trunk["nats"][text[model]][end]
+    return difference_over_documents(ours, branch["nats"][RAW.text][end], trunk["document_tokens"])
+
+
+def best_of_run(size: Mapping[str, Any], end: int) -> str:
+    """Return the best merge since any fork at a unit, chosen on `select`: the longest branch has all snapshots."""
+    return max((b for b in size["branches"].values() if b["end"] == end), key=lambda b: b["length"])["compared"][BEST]
 
 
 def of_target(size: Mapping[str, Any], horizon: str) -> tuple[str, MeanEstimate]:
-    """Return the best merge since any fork at a horizon, and the estimate of its loss less that of the target."""
-    end, target = str(size["ends"][horizon]), size["targets"][horizon]
-    trunk = size["trunk"][end]
-    # Each was chosen on the part `select`; the longest branch has all their snapshots to choose from.
-    longest = max((b for b in size["branches"].values() if str(b["end"]) == end), key=lambda b: b["length"])
-    text, annealed = longest["compared"][BEST], target["nats"][RAW.text][str(target["end"])]
-    return text, difference_over_documents(trunk["nats"][text][end], annealed, trunk["document_tokens"])
+    """Return the best merge of the run at a horizon, and its loss less that of the target."""
+    end, target = size["ends"][horizon], size["targets"][horizon]
+    trunk, text = size["trunk"][str(end)], best_of_run(size, end)
+    annealed = target["nats"][RAW.text][str(target["end"])]
+    return text, difference_over_documents(trunk["nats"][text][str(end)], annealed, trunk["document_tokens"])
+
+
+def branch_less_target(size: Mapping[str, Any], horizon: str) -> MeanEstimate | None:
+    """Estimate the loss of a linear decay of the run over a quarter less that of the target; None without a branch."""
+    end, target = size["ends"][horizon], size["targets"][horizon]
+    branch = linear_branches(size).get((end, 4))
+    if branch is None:
+        return None
+    ours, theirs = branch["nats"][RAW.text][str(end)], target["nats"][RAW.text][str(target["end"])]
+    return difference_over_documents(ours, theirs, branch["document_tokens"])
+
+
+def linear_branches(size: Mapping[str, Any]) -> dict[tuple[int, int], Mapping[str, Any]]:
+    """Return the branches with a linear decay by their end, in units, and which part of it they take (4: a quarter)."""
+    linear = [branch for branch in size["branches"].values() if branch["shape"] == "linear"]
+    return {(branch["end"], branch["end"] // branch["length"]): branch for branch in linear}
 
 
 def report(results: dict[str, Any]) -> str:
@@ -49,7 +70,7 @@ def report(results: dict[str, Any]) -> str:
 def format_branches(size: Mapping[str, Any], margin: float) -> str:
     """Format the differences of every branch from its trunk, and what is shown of the best merge."""
     branches = list(size["branches"].values())
-    models = (RAW.text, POINTS, BLOCKS, BEST)
+    models = (RAW.text, POINTS, BLOCKS, BEST, OF_RUN)
     found = {model: [of_branch(size, branch, model) for branch in branches] for model in models}
     verdicts = {model: judge(found[model], margin) for model in models}
     rows = []
@@ -60,17 +81,21 @@ def format_branches(size: Mapping[str, Any], margin: float) -> str:
             [
                 pages.format_tokens(size, branch["end"]),
                 f"{DECAYS[branch['shape']]}, {pages.format_tokens(size, branch['length'])} ({share:.0%})",
-                *(pages.format_interval(found[model][i].interval()) for model in models[:-1]),
+                *(pages.format_interval(found[model][i].interval()) for model in (RAW.text, POINTS, BLOCKS)),
                 f"{pages.format_interval(found[BEST][i].interval())} ({merged})",
                 WORDS[verdicts[BEST][i]],
+                f"{pages.format_interval(found[OF_RUN][i].interval())} ({best_of_run(size, branch['end'])})",
+                WORDS[verdicts[OF_RUN][i]],
             ]
         )
-    header = ["end", "decay", "raw", *models[1:], "the best merge against the branch"]
+    header = ["end", "decay", "raw", POINTS, BLOCKS, f"{BEST} since the fork"]
+    header += ["it against the branch", OF_RUN, "it against the branch"]
     return pages.format_table(header, rows) + (
         "\n\nLoss of the trunk's model less that of the branch, nats per token, with 95% intervals over seeds and "
         "documents; positive: annealing is better. Merges are of the trunk's snapshots over the tokens of the decay; "
-        f"the best was chosen on the part `select`. The last column is tested over all rows, equal within {margin:g} "
-        "nats and different, each with at most 5% false findings (Benjamini and Hochberg)."
+        "the best merge of the run may have older ones too, of half of its tokens, which cost nothing more. Both were "
+        "chosen on the part `select`, on the same seeds. Each of the two columns of words is tested over all rows, "
+        f"equal within {margin:g} nats and different, each with at most 5% false findings (Benjamini and Hochberg)."
     )
 
 
@@ -80,7 +105,11 @@ def format_targets(size: Mapping[str, Any], margin: float) -> str:
     for horizon in size["ends"]:
         text, estimate = of_target(size, horizon)
         verdict = pages.describe_difference(estimate, margin)
-        lines.append(f"- {horizon} of the tokens, {text}: {verdict}.")
+        own = branch_less_target(size, horizon)
+        branch = (
+            f" The run's own branch, a decay over a quarter: {pages.describe_difference(own, margin)}." if own else ""
+        )
+        lines.append(f"- {horizon} of the tokens, {text}: {verdict}.{branch}")
     return (
         "The best merge of the second half of the snapshots, against the best annealing that ends at the same tokens, "
         "with its own rate, batch, length and shape ([annealing](../annealing/README.md)):\n\n" + "\n".join(lines)
@@ -93,7 +122,7 @@ def paid(size: Mapping[str, Any]) -> dict[str, list[tuple[int, list[float]]]]:
     All branches and runs count that were trained for the earlier horizons too.
     """
     ends = list(size["ends"].values())
-    by_shape = {(b["end"], b["end"] // b["length"]): b for b in size["branches"].values() if b["shape"] == "linear"}
+    by_shape = linear_branches(size)
     trunk = {end: size["trunk"][str(end)] for end in ends}
     merged = [
         (end, pages.seed_losses(trunk[end], of_target(size, horizon)[0], end)) for horizon, end in size["ends"].items()
@@ -107,10 +136,10 @@ def paid(size: Mapping[str, Any]) -> dict[str, list[tuple[int, list[float]]]]:
             ways[f"decays over 1/{divisor}"] = [
                 (end + more, loss) for end, more, loss in zip(ends, earlier, losses, strict=True)
             ]
-    longest = by_shape.get((ends[-1], 2))
-    if longest:
-        last = pages.seed_losses(longest, RAW.text, ends[-1])
-        ways["merging, last decay over 1/2"] = [*merged[:-1], (ends[-1], last)]
+    for divisor in (4, 2):
+        if (ends[-1], divisor) in by_shape:
+            last = pages.seed_losses(by_shape[ends[-1], divisor], RAW.text, ends[-1])
+            ways[f"merging, last decay over 1/{divisor}"] = [*merged[:-1], (ends[-1], last)]
     targets = [pages.seed_losses(target, RAW.text, target["end"]) for target in size["targets"].values()]
     ways["the best annealing, runs for each"] = [(sum(ends[: i + 1]), losses) for i, losses in enumerate(targets)]
     return ways
@@ -164,7 +193,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     margin, verdicts, effects = results["made"]["margin"], [], []
     for name, size in results["sizes"].items():
         branches = list(size["branches"].values())
-        said = judge([of_branch(size, branch, BEST) for branch in branches], margin)
+        said = judge([of_branch(size, branch, OF_RUN) for branch in branches], margin)
         at_end = [
             (branch, verdict)
             for branch, verdict in zip(branches, said, strict=True)
@@ -180,7 +209,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         2,
         "Does merging replace annealing?",
         "PMA, Fig. 3, and WSM: it does; Ajroldi et al. and Nemotron: over short horizons only",
-        "at the end, the best merge against a linear decay of the same run over the last part of its tokens: "
+        "at the end, the best merge of half of the tokens against linear decays of the same run over their last part: "
         + ". ".join(verdicts),
         f"best merge − best annealing (a run of its own, tuned), at the end: {'; '.join(effects)}",
     )
@@ -201,7 +230,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
             shares = [branch["length"] / end for branch in group]
             lines = [
                 interval_line(model, shares, [of_branch(size, branch, model).interval() for branch in group])
-                for model in (POINTS, BLOCKS, BEST)
+                for model in (POINTS, BLOCKS, BEST, OF_RUN)
             ]
             title = f"{name}, {horizon}: merged − annealed, nats"
             x = "length of the decay, share of the tokens"

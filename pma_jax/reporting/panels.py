@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -68,11 +69,19 @@ def draw_lines(panels: Sequence[LinePanel], columns: int = 3) -> Figure:
         entries |= dict(zip(labels, handles, strict=True))
     for empty in grid[len(panels) :]:
         empty.set_axis_off()
-    handles = [entries[name] for name in names]
-    figure.legend(
-        handles, names, loc="outside lower center", ncols=LEGEND_COLUMNS, fontsize=SMALL_POINTS, frameon=False
-    )
+    _add_legend(figure, [entries[name] for name in names], names)
     return figure
+
+
+def _add_legend(figure: Figure, handles: Sequence[Any], names: Sequence[str]) -> None:
+    """Add a legend below the panels, in as many columns as the figure is wide enough for."""
+    for columns in range(LEGEND_COLUMNS, 0, -1):
+        legend = figure.legend(
+            handles, names, loc="outside lower center", ncols=columns, fontsize=SMALL_POINTS, frameon=False
+        )
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def _draw_line_panel(axes: Axes, panel: LinePanel, names: Sequence[str]) -> None:
@@ -100,6 +109,7 @@ def _draw_line_panel(axes: Axes, panel: LinePanel, names: Sequence[str]) -> None
     x_values = sorted({x for line in panel.lines for x in line.x})
     if panel.log_x:
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     if panel.tick_labels:
         axes.set_xticks(range(len(panel.tick_labels)), panel.tick_labels)
     elif len(x_values) <= MAX_TICKS:
