@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from contenders import BATCH, CONSTANT, MODEL, PARTIAL, RATE
-from search_page import describe_searched, format_checks, format_costs
+from search_page import describe_searched, format_checks
 
 from pma_jax.evaluation.sweep import RAW
 from pma_jax.reporting.drawing import to_png
@@ -24,7 +24,7 @@ def report(results: dict[str, Any]) -> str:
         parts.append(format_ensembles(size))
         if "checks" in size:
             parts += [format_checks(size), format_with_b2(size)]
-        parts += [describe_searched(size), format_costs(size)]
+        parts.append(describe_searched(size))
     return "\n\n".join(parts)
 
 
@@ -116,7 +116,10 @@ def format_differences(size: dict[str, Any], margin: float) -> str:
         interval = pages.format_interval(less_target(size, rival, group, horizon).interval())
         row = rows.setdefault((rival, group), [title(rival), group])
         row.append(f"{interval} {verdict}{chosen}")
+    for (rival, _), row in rows.items():
+        row += format_cost(size["costs"][rival])
     header = ["contender", "model", *(f"less the target at {horizon}" for horizon in size["ends"])]
+    header += ["state, in parameters", "step, ms (quartiles)"]
     intervals = [less_target(size, *cell).interval(0.9) for cell in verdicts]
     wide = sum(interval.high - interval.mean > margin for interval in intervals)
     return (
@@ -125,8 +128,18 @@ def format_differences(size: dict[str, Any], margin: float) -> str:
         "cells are tested together, once for a difference and once for equality "
         f"within {margin:g} nats, each with at most 5% false findings (Benjamini and Hochberg); a cell that passes "
         f"both tests is called equal. In {wide} of {len(verdicts)} cells the 90% "
-        f"interval is wider than ±`{margin:g}`, so that equality cannot be shown."
+        f"interval is wider than ±`{margin:g}`, so that equality cannot be shown. The state is what training holds "
+        "in memory: 3 times the parameters with AdamW, and the block mean with the two contenders that keep one; a "
+        "merge of N snapshots reads N models from the disk, after training. Steps are timed in turn, all at the batch "
+        "of the configuration. A batch of one sequence takes four times as many steps as one of four: losses are "
+        "compared at equal tokens, not at equal time."
     )
+
+
+def format_cost(cost: dict[str, Any]) -> list[str]:
+    """Format what a contender costs in training: memory of its state, and time of a step."""
+    middle, low, high = cost["step_ms"]
+    return [f"{cost['state_bytes'] / cost['parameter_bytes']:.2f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
 
 
 def format_gains(size: dict[str, Any]) -> str:

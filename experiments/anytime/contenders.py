@@ -37,7 +37,7 @@ SIGMAS = (0.05, 0.1, 0.15)  # of power-function averages over all snapshots
 LAGS = (0.0, 0.25, 0.5, 0.75)  # of the fits with two parameters, width and lag; plain means have a lag of 1
 FIRST_RATES = (-2, 0, 2)  # positions of the first settings, factors of 2; the search goes on in factors of sqrt 2
 MODEL, POINTS, BLOCKS = "its model", "merge of points", "merge of block means"
-ENSEMBLES = (1, 2, 4, 8)  # points of an ensemble: the largest number that half of a horizon has
+ENSEMBLES = (1, 2, 4, 8, 16, 32)  # points of an ensemble: the largest number that half of a horizon has
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The parts of the page on how the contenders were tuned, on the two checks, and on what each contender costs."""
+"""The parts of the page on how the contenders were tuned, and on the two checks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -80,18 +80,3 @@ def format_tried(size: dict[str, Any]) -> str:
         rows.append([rival, f"`{keys}`", "" if lowest is None else f"`{lowest:.4f}`", "; ".join(each)])
     header = ["contender", "keys", "lowest loss", "settings, thousandths of a nat above it"]
     return f"<details><summary>All settings</summary>\n\n{pages.format_table(header, rows)}\n\n</details>"
-
-
-def format_costs(size: dict[str, Any]) -> str:
-    """Format what each contender costs in training: memory of its state, and time of a step."""
-    rows = []
-    for rival, cost in size["costs"].items():
-        middle, low, high = cost["step_ms"]
-        memory = cost["state_bytes"] / cost["parameter_bytes"]
-        rows.append([rival, f"{memory:.2f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"])
-    return pages.format_table(["contender", "state, in parameters", "step, ms (quartiles)"], rows) + (
-        "\n\nAll at the batch of the configuration, in turn. The state of AdamW is 3 times the parameters; the first "
-        "two contenders also keep a block mean. A merge of N snapshots reads N models from the disk, and needs no "
-        "memory while training. A batch of one sequence takes four times as many steps as one of four: losses are "
-        "compared at equal tokens, not at equal time."
-    )
