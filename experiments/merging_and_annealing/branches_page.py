@@ -14,6 +14,7 @@ from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, judge
 
+TARGETS, COSINES = "targets", "cosines"  # keys of the results: runs that were planned for each horizon
 POINTS, BLOCKS, BEST = "all points", "all block means", "the best merge"  # since the fork; keys of the results
 OF_RUN = "the best merge of the run"  # of the snapshots since any fork: older ones than those of a short branch too
 DECAYS = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "1 - sqrt"}
@@ -34,9 +35,9 @@ def best_of_run(size: Mapping[str, Any], end: int) -> str:
     return max((b for b in size["branches"].values() if b["end"] == end), key=lambda b: b["length"])["compared"][BEST]
 
 
-def of_target(size: Mapping[str, Any], horizon: str) -> tuple[str, MeanEstimate]:
-    """Return the best merge of the run at a horizon, and its loss less that of the target."""
-    end, target = size["ends"][horizon], size["targets"][horizon]
+def of_target(size: Mapping[str, Any], horizon: str, which: str = TARGETS) -> tuple[str, MeanEstimate]:
+    """Return the best merge of the run at a horizon, and its loss less that of the target, or of the cosine."""
+    end, target = size["ends"][horizon], size[which][horizon]
     trunk, text = size["trunk"][str(end)], best_of_run(size, end)
     annealed = target["nats"][RAW.text][str(target["end"])]
     return text, difference_over_documents(trunk["nats"][text][str(end)], annealed, trunk["document_tokens"])
@@ -105,14 +106,18 @@ def format_targets(size: Mapping[str, Any], margin: float) -> str:
     for horizon in size["ends"]:
         text, estimate = of_target(size, horizon)
         verdict = pages.describe_difference(estimate, margin)
+        than_cosine = pages.describe_difference(of_target(size, horizon, COSINES)[1], margin)
         own = branch_less_target(size, horizon)
         branch = (
             f" The run's own branch, a decay over a quarter: {pages.describe_difference(own, margin)}." if own else ""
         )
-        lines.append(f"- {horizon} of the tokens, {text}: {verdict}.{branch}")
+        lines.append(
+            f"- {horizon} of the tokens, {text}: {verdict}.{branch} The merge, against the cosine: {than_cosine}."
+        )
     return (
         "The best merge of the second half of the snapshots, against the best annealing that ends at the same tokens, "
-        "with its own rate, batch, length and shape ([annealing](../annealing/README.md)):\n\n" + "\n".join(lines)
+        "with its own rate, batch, length and shape, and against the best cosine over all of the tokens, with its own "
+        "rate and batch ([annealing](../annealing/README.md)):\n\n" + "\n".join(lines)
     )
 
 
@@ -140,8 +145,9 @@ def paid(size: Mapping[str, Any]) -> dict[str, list[tuple[int, list[float]]]]:
         if (ends[-1], divisor) in by_shape:
             last = pages.seed_losses(by_shape[ends[-1], divisor], RAW.text, ends[-1])
             ways[f"merging, last decay over 1/{divisor}"] = [*merged[:-1], (ends[-1], last)]
-    targets = [pages.seed_losses(target, RAW.text, target["end"]) for target in size["targets"].values()]
-    ways["the best annealing, runs for each"] = [(sum(ends[: i + 1]), losses) for i, losses in enumerate(targets)]
+    for way, planned in (("the best annealing, runs for each", TARGETS), ("cosine runs of each length", COSINES)):
+        losses = [pages.seed_losses(of, RAW.text, of["end"]) for of in size[planned].values()]
+        ways[way] = [(sum(ends[: i + 1]), of) for i, of in enumerate(losses)]
     return ways
 
 

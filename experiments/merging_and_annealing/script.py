@@ -19,7 +19,7 @@ from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.planned import Branch as PlannedBranch
 from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all, get_by_seed
 from pma_jax.studies.study import Study
-from pma_jax.studies.targets import horizon_units, read_target, target_runs
+from pma_jax.studies.targets import ALL_SHAPES, COSINE, horizon_units, read_target, target_runs
 
 ANNEALING = Path(__file__).resolve().parents[1] / "annealing" / "results.json"
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
@@ -95,7 +95,8 @@ def plan(study: Study) -> Plan:
     for size in study.sizes:
         work += trunk_runs(study, size)
         work += [run for of in branch_runs(study, size).values() for run in of.values()]
-        work += [run for of in target_runs(study, ANNEALING, size).values() for run in of]
+        for which in (ALL_SHAPES, COSINE):
+            work += [run for of in target_runs(study, ANNEALING, size, which).values() for run in of]
         read = 3 * len(branches(study)) * study.evaluation_tokens
         work += [OtherWork(f"{size}, the chosen merges", size, seed, 0, read) for seed in study.seeds]
     return work
@@ -154,12 +155,16 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
         compared = {BEST: chosen[branch].text, POINTS: plain(branch.length).text}
         compared[BLOCKS] = plain(branch.length, "block_mean").text
         annealed[branch.text] = {**branch._asdict(), "compared": compared, **measured}
-    targets = {horizon: read_target(study, runs) for horizon, runs in target_runs(study, ANNEALING, size).items()}
+    targets, cosines = (
+        {horizon: read_target(study, runs) for horizon, runs in target_runs(study, ANNEALING, size, which).items()}
+        for which in (ALL_SHAPES, COSINE)
+    )
     return study.describe_size(size) | {
         "ends": horizon_units(study),
         "trunk": trunk,
         "branches": annealed,
         "targets": targets,
+        "cosines": cosines,
     }
 
 

@@ -231,13 +231,13 @@ def _read_earlier(path: Path, made: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_sizes(earlier: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
-    """Return results with the sizes of earlier ones that they do not have, and where those come from."""
-    kept = {name: size for name, size in earlier["sizes"].items() if name not in results["sizes"]}
+    """Return results with the sizes of earlier ones, in their order, and where those that are kept come from."""
+    kept = [name for name in earlier["sizes"] if name not in results["sizes"]]
     calls = []
     for made in (*earlier.get("earlier", []), earlier["made"]):
         if sizes := [name for name in made["sizes"] if name in kept]:
             calls.append(made | {"sizes": sizes})
-    return results | {"earlier": calls, "sizes": kept | results["sizes"]}
+    return results | {"earlier": calls, "sizes": earlier["sizes"] | results["sizes"]}
 
 
 def _study(options: Any, overrides: Sequence[str]) -> Study:
