@@ -113,7 +113,7 @@ def test_page_matches_its_results(folder):
     script, results = load_module(folder / "script.py"), json.loads((folder / "results.json").read_text())
     assert output == experiment.render_results(script.report, results).strip()
     assert results["row"] == dataclasses.asdict(script.summarize(results))
-    assert pages.find_bare_figures(output) == [], "figures without an interval"
+    assert pages.find_bare_figures(page) == [], "figures without an interval"
     assert pages.find_unknown_figures(page) == [], "figures of the hand-written text that are not in the results"
     parts = results["made"]["text"]["parts"].values()
     wanted = 131_072 if results["made"]["part"] == "report" else 65_536
@@ -136,6 +136,7 @@ def test_paragraphs_about_experiments_have_no_figures_but_those_of_the_pages_tha
         results = "".join(pages.extract_results((FOLDER / name / "README.md").read_text()) for name in sorted(names))
         alone = f"{paragraph.replace(pages.RESULTS_BEGIN, '').replace(pages.RESULTS_END, '')}{pages.RESULTS_BEGIN}"
         assert pages.find_unknown_figures(f"{alone}{results}{pages.RESULTS_END}") == [], paragraph
+        assert pages.find_bare_figures(paragraph) == [], paragraph
 
 
 def test_readme_says_what_the_results_say():
@@ -223,6 +224,21 @@ def test_rankings_and_the_cost_of_a_wrong_one():
 @pytest.mark.parametrize(("rows", "share"), [(np.eye(3), 0), (np.ones((3, 1)), 2), ([[1.0], [-1.0]], -1)])
 def test_off_diagonal_share_at_three_known_values(rows, share):
     assert WHY_IT_WORKS.off_diagonal_share(np.asarray(rows) @ np.asarray(rows).T) == pytest.approx(share)
+
+
+ANNEALING = json.loads((FOLDER / "annealing" / "results.json").read_text())["sizes"]
+
+
+@pytest.mark.parametrize(("name", "horizon"), [(name, at) for name, size in ANNEALING.items() for at in size["best"]])
+def test_best_annealing_of_a_horizon_has_no_untried_neighbour(name, horizon):
+    best, shapes = ANNEALING[name]["best"][horizon], ANNEALING[name]["tried"][horizon]
+    assert sum(best["losses"]) == min(sum(of[0]["losses"]) for of in shapes.values())
+    tried = [(one["rate"], one["batch"], len(one["losses"])) for one in shapes[best["shape"]] if one["losses"]]
+    rate, batch, seeds = tried[0]
+    assert len(best["losses"]) == seeds == 3
+    for factor, times in ((2**0.5, 1), (2**-0.5, 1), (1, 2), (1, 0.5)):
+        near = [one for one in tried if one[:2] == (pytest.approx(rate * factor, rel=0.01), batch * times)]
+        assert near or batch * times < 1, (factor, times)
 
 
 TUNING = FOLDER / "tuning" / "results.json"

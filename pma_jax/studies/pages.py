@@ -21,6 +21,7 @@ from pma_jax.studies.statistics import (
     paired_difference,
 )
 
+ARXIV = r"arXiv[ :]\d{4}\.\d{5}"  # an address of a paper, which is no figure
 RESULTS_BEGIN, RESULTS_END = "<!-- results: made by the script, not by hand -->", "<!-- end of results -->"
 SETTINGS = "Settings that the others stand on, chosen on tuning seeds and the part `select` of the held-out documents"
 INDEX_HEADER = ("question", "claim", "what we found", "effect (95% interval)")
@@ -99,7 +100,7 @@ def format_deviation(values: Sequence[float], digits: int = 4) -> str:
 
 
 def find_bare_figures(text: str) -> list[str]:
-    """Return the figures of a page's results, numbers of 3 or more decimals, that have no interval.
+    """Return the figures of a text, numbers of 3 or more decimals, that have no interval.
 
     An interval follows its figure as `[low, high]` or `± half width`. Settings stand in code spans, and a margin
     follows "within".
@@ -107,11 +108,12 @@ def find_bare_figures(text: str) -> list[str]:
     number = r"[-+]?\d+\.\d+%?"
     known = (
         r"`[^`]*`",
+        ARXIV,
         rf"within {number} nats",
         rf"(?:{number} )?\[{number}, {number}\]",
         rf"(?:{number} )?± ?{number}",
     )
-    return re.findall(r"[-+]?\d+\.\d{3,}", re.sub("|".join(known), "", text))
+    return re.findall(r"[-+]?\d+\.\d{3,}", re.sub("|".join(known), "", " ".join(text.split())))
 
 
 def find_unknown_figures(page: str) -> list[str]:
@@ -122,7 +124,7 @@ def find_unknown_figures(page: str) -> list[str]:
     """
     before, results, after = _split(page)
     prose = " ".join((before + after).split())
-    text = re.sub(r"`[^`]*`|\]\([^)]*\)|arXiv[ :]\d{4}\.\d{5}|within \d+\.\d+ nats|95%", "", prose)
+    text = re.sub(rf"`[^`]*`|\]\([^)]*\)|{ARXIV}|within \d+\.\d+ nats|95%", "", prose)
     figure = r"\d+\.\d{3,}|\d+\.\d+(?= nats)|\d+(?:\.\d+)?%"
     known = set(re.findall(r"\d+(?:\.\d+)?%|\d+\.\d+", results))
     return [number for number in re.findall(figure, text) if number not in known]

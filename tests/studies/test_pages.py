@@ -95,7 +95,9 @@ def test_equal_is_said_only_after_the_test_of_equivalence(mean, error, margin):
 def test_figures_without_an_interval_are_found():
     assert pages.find_bare_figures("loss 1.4321, gain +0.0123 [+0.0101, +0.0145], 1.4321 ± 0.0020") == ["1.4321"]
     assert pages.find_bare_figures("| 1.430 ± 0.002 | -0.0123 [-0.0200, 0.0101] | 0.0041 |") == ["0.0041"]
-    assert pages.find_bare_figures("`0.0028` within 0.003 nats (±0.0041 nats), 3.15M tokens, 95%") == []
+    assert (
+        pages.find_bare_figures("`0.0028` within 0.003 nats (±0.0041 nats), 3.15M tokens, 95%, arXiv 2505.12082") == []
+    )
 
 
 def test_figures_of_hand_written_text_must_be_in_the_results():
