@@ -53,6 +53,13 @@ def branch_less_target(size: Mapping[str, Any], horizon: str) -> MeanEstimate | 
     return difference_over_documents(ours, theirs, branch["document_tokens"])
 
 
+def cosine_less_target(size: Mapping[str, Any], horizon: str) -> MeanEstimate:
+    """Estimate the loss of the best cosine of a horizon less that of the best annealing."""
+    cosine, target = (size[which][horizon] for which in (COSINES, TARGETS))
+    ours, theirs = (of["nats"][RAW.text][str(of["end"])] for of in (cosine, target))
+    return difference_over_documents(ours, theirs, target["document_tokens"])
+
+
 def linear_branches(size: Mapping[str, Any]) -> dict[tuple[int, int], Mapping[str, Any]]:
     """Return the branches with a linear decay by their end, in units, and which part of it they take (4: a quarter)."""
     linear = [branch for branch in size["branches"].values() if branch["shape"] == "linear"]
@@ -111,8 +118,10 @@ def format_targets(size: Mapping[str, Any], margin: float) -> str:
         branch = (
             f" The run's own branch, a decay over a quarter: {pages.describe_difference(own, margin)}." if own else ""
         )
+        cosine = pages.describe_difference(cosine_less_target(size, horizon), margin)
         lines.append(
-            f"- {horizon} of the tokens, {text}: {verdict}.{branch} The merge, against the cosine: {than_cosine}."
+            f"- {horizon} of the tokens, {text}: {verdict}.{branch} The merge, against the cosine: {than_cosine}. The "
+            f"cosine, against the best annealing: {cosine}."
         )
     return (
         "The best merge of the second half of the snapshots, against the best annealing that ends at the same tokens, "
