@@ -41,14 +41,14 @@ class Shape(NamedTuple):
     share: float
 
 
+COSINE = "cosine over 100%"  # searched at every horizon: many runs are planned with it
 SHAPES = {
     "linear over 25%": Shape("linear", 0.25),
     "linear over 50%": Shape("linear", 0.5),
     "linear over 100%": Shape("linear", 1.0),
     "1 - sqrt over 25%": Shape("minus_sqrt", 0.25),
-    "cosine over 100%": Shape("cosine", 1.0),
+    COSINE: Shape("cosine", 1.0),
 }
-COSINE = "cosine over 100%"
 
 
 def axes(study: Study, size: str, factor: float) -> tuple[Axis, Axis]:
