@@ -21,11 +21,8 @@ from pma_jax.studies.statistics import (
 
 MERGED, ANNEALED = "merged", "annealed"
 SAME_RATE = "annealed at the best rate of merging"
-NEIGHBOURS = (
-    2,
-    1,
-    3,
-)  # windows on either side of the best through which a parabola is fitted, of tables and figures the first
+# Windows on either side of the best one that a parabola is fitted to; tables and figures show the first.
+NEIGHBOURS = (2, 1, 3)
 SERIES = {
     "parameters": "More parameters, at equal tokens per parameter",
     "tokens": "More tokens, at equal parameters",
@@ -50,7 +47,7 @@ def gain(model: Mapping[str, Any]) -> MeanEstimate:
 
 
 def spans(model: Mapping[str, Any], neighbours: int = NEIGHBOURS[0]) -> list[float]:
-    """Return the best span of plain means of points of each seed, as a share of the tokens."""
+    """Return the best span of plain means of points of each seed, as a share of the tokens, on the part `report`."""
     windows = {int(window): losses for window, losses in model["windows"].items()}
     x = [math.log(window) for window in windows]
     each = zip(*windows.values(), strict=True)
@@ -135,7 +132,7 @@ def format_models(models: list[dict[str, Any]]) -> str:
         "\n\nNats per token, with 95% intervals over seeds and documents; merged and annealed models are each at their "
         "own best rate, which was searched in factors of 2 on one tuning seed. The best merge was chosen on the part "
         "`select`, on half as many tokens as the losses are judged on. The span is of plain means of points, on the "
-        "same tokens of `select`, its interval over seeds."
+        "part `report`, as no model is chosen by it; its interval is over seeds."
     )
 
 

@@ -225,7 +225,7 @@ def loss(study: Study, trunk: PlannedRun, branch: PlannedRun, kind: str) -> floa
 
 
 def measure_model(study: Study, size: str, model: Model, rates: dict[str, float]) -> dict[str, Any]:
-    """Return the losses of a model on documents at its best rates, and those of means by seed on the part `select`."""
+    """Return the losses of a model on documents at its best rates, and those of plain means of points by seed."""
     end = study.units
 
     def get(kind: str, is_branch: bool, seed: int) -> Any:
@@ -236,6 +236,8 @@ def measure_model(study: Study, size: str, model: Model, rates: dict[str, float]
     select = reading.losses_over_seeds(get_trunk, [RAW, *merges(study)], [end], SELECT)
     best = min(merges(study), key=lambda cell: float(np.mean(select[cell.text][str(end)])))
     trunk = study.document_losses_over_seeds(get_trunk, [RAW, best], [end], REPORT)
+    means = [cell for cell in merges(study) if cell.recipe == "sma" and cell.kind == "point"]
+    windows = study.losses_over_seeds(get_trunk, means, [end], REPORT)
     annealed, same_rate = (
         study.document_losses_over_seeds(functools.partial(get, kind, True), [RAW], [end], REPORT)["nats"]
         for kind in (ANNEALED, MERGED)
@@ -248,11 +250,7 @@ def measure_model(study: Study, size: str, model: Model, rates: dict[str, float]
         MERGED: trunk["nats"][best.text][str(end)],
         ANNEALED: annealed[RAW.text][str(end)],
         SAME_RATE: same_rate[RAW.text][str(end)],
-        "windows": {
-            str(cell.window): select[cell.text][str(end)]
-            for cell in merges(study)
-            if cell.recipe == "sma" and cell.kind == "point"
-        },
+        "windows": {str(cell.window): windows[cell.text][str(end)] for cell in means},
     }
 
 
