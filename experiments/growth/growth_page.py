@@ -10,13 +10,13 @@ from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.parabola import find_vertex
+from pma_jax.studies.parabola import find_vertex, find_vertices
 from pma_jax.studies.statistics import (
     MeanEstimate,
     MeanInterval,
     difference_over_documents,
     estimate_over_documents,
-    mean_interval,
+    statistic_over_documents,
 )
 
 MERGED, ANNEALED = "merged", "annealed"
@@ -46,12 +46,22 @@ def gain(model: Mapping[str, Any]) -> MeanEstimate:
     return difference_over_documents(model["raw"], model[MERGED], model["document_tokens"])
 
 
-def spans(model: Mapping[str, Any], neighbours: int = NEIGHBOURS[0]) -> list[float]:
-    """Return the best span of plain means of points of each seed, as a share of the tokens, on the part `report`."""
-    windows = {int(window): losses for window, losses in model["windows"].items()}
-    x = [math.log(window) for window in windows]
-    each = zip(*windows.values(), strict=True)
-    return [math.exp(find_vertex(x, list(losses), neighbours).x) / model["end"] for losses in each]
+def best_span(model: Mapping[str, Any], neighbours: int = NEIGHBOURS[0]) -> MeanInterval:
+    """Estimate the best span of plain means of points on the part `report`, as a share of the tokens.
+
+    It is where a parabola in the log of the window, through the losses of each seed, is lowest.
+    """
+    x = window_logs(model)
+    return statistic_over_documents(
+        lambda losses_WS: np.exp(find_vertices(x, losses_WS, neighbours)[0]) / model["end"],
+        list(model["windows"].values()),
+        model["document_tokens"],
+    ).interval()
+
+
+def window_logs(model: Mapping[str, Any]) -> np.ndarray:
+    """Return the logs of the windows of a model."""
+    return np.log([int(window) for window in model["windows"]])
 
 
 def best_rate(model: Mapping[str, Any], kind: str) -> float:
@@ -82,10 +92,20 @@ def slope(models: list[dict[str, Any]], series: str, first: str, second: str) ->
 
 
 def span_exponent(models: list[dict[str, Any]], series: str, neighbours: int = NEIGHBOURS[0]) -> MeanInterval:
-    """Estimate the power of the parameters or tokens with which the best span grows, in tokens, over seeds."""
-    x = np.log2([model[series] for model in models])
-    spans_MS = np.log2([np.array(spans(model, neighbours)) * model["tokens"] for model in models])
-    return mean_interval(np.polyfit(x, spans_MS, 1)[0].tolist())
+    """Estimate the power of the parameters or tokens with which the best span grows, in tokens.
+
+    All models have the same windows and seeds.
+    """
+    x, windows = np.log2([model[series] for model in models]), window_logs(models[0])
+
+    def exponents(losses_MWS: np.ndarray) -> np.ndarray:
+        each = zip(models, losses_MWS, strict=True)
+        # The log of N V: V is the tokens divided by the snapshots, which are as many in all models.
+        spans_MS = [find_vertices(windows, of, neighbours)[0] + np.log(model["tokens"]) for model, of in each]
+        return np.polyfit(x, np.array(spans_MS) / np.log(2), 1)[0]
+
+    nats_MWSD = [list(model["windows"].values()) for model in models]
+    return statistic_over_documents(exponents, nats_MWSD, models[0]["document_tokens"]).interval()
 
 
 def report(results: dict[str, Any]) -> str:
@@ -115,7 +135,7 @@ def format_models(models: list[dict[str, Any]]) -> str:
                 pages.format_interval(gap_of_branch(model).interval()),
                 pages.format_interval(gain(model).interval()),
                 model["best"],
-                pages.format_percent_interval(mean_interval(spans(model))),
+                pages.format_percent_interval(best_span(model)),
                 *shown,
             ]
         )
@@ -132,7 +152,7 @@ def format_models(models: list[dict[str, Any]]) -> str:
         "\n\nNats per token, with 95% intervals over seeds and documents; merged and annealed models are each at their "
         "own best rate, which was searched in factors of 2 on one tuning seed. The best merge was chosen on the part "
         "`select`, on half as many tokens as the losses are judged on. The span is of plain means of points, on the "
-        "part `report`, as no model is chosen by it; its interval is over seeds."
+        "part `report`, as no model is chosen by it."
     )
 
 
@@ -147,7 +167,7 @@ def format_slopes(models: list[dict[str, Any]], series: str) -> str:
     fits = ", ".join(f"{powers[n]} with {n}" for n in others)
     return (
         f"A doubling of the {series} adds, over seeds and documents:\n\n" + "\n".join(lines) + f"\n\nThe best span, in "
-        f"tokens, grows as {BASES[series]} to the power {powers[first]} (over seeds), from a parabola through the "
+        f"tokens, grows as {BASES[series]} to the power {powers[first]}, from a parabola through the "
         f"losses of the best window and {first} on either side; {fits}."
     )
 
@@ -218,6 +238,6 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
             gaps = {"merged − annealed": gap, "the same, at the rate of merging": gap_of_branch, "raw − merged": gain}
             lines = [interval_line(name, x, [of(model).interval() for model in models]) for name, of in gaps.items()]
             panels.append(LinePanel("nats per token", X_TITLES[series], lines, zero_line=True, log_x=True))
-            lines = [interval_line("best span", x, [mean_interval(spans(model)) for model in models])]
+            lines = [interval_line("best span", x, [best_span(model) for model in models])]
             panels.append(LinePanel("share of the tokens", X_TITLES[series], lines, log_x=True, percent=True))
     return {"figure.png": to_png(draw_lines(panels, columns=2))}

@@ -225,7 +225,7 @@ def loss(study: Study, trunk: PlannedRun, branch: PlannedRun, kind: str) -> floa
 
 
 def measure_model(study: Study, size: str, model: Model, rates: dict[str, float]) -> dict[str, Any]:
-    """Return the losses of a model on documents at its best rates, and those of plain means of points by seed."""
+    """Return the losses of a model on documents, at its best rates; "windows": those of plain means of points."""
     end = study.units
 
     def get(kind: str, is_branch: bool, seed: int) -> Any:
@@ -235,9 +235,8 @@ def measure_model(study: Study, size: str, model: Model, rates: dict[str, float]
     get_trunk = functools.partial(get, MERGED, False)
     select = reading.losses_over_seeds(get_trunk, [RAW, *merges(study)], [end], SELECT)
     best = min(merges(study), key=lambda cell: float(np.mean(select[cell.text][str(end)])))
-    trunk = study.document_losses_over_seeds(get_trunk, [RAW, best], [end], REPORT)
     means = [cell for cell in merges(study) if cell.recipe == "sma" and cell.kind == "point"]
-    windows = study.losses_over_seeds(get_trunk, means, [end], REPORT)
+    trunk = study.document_losses_over_seeds(get_trunk, list(dict.fromkeys([RAW, best, *means])), [end], REPORT)
     annealed, same_rate = (
         study.document_losses_over_seeds(functools.partial(get, kind, True), [RAW], [end], REPORT)["nats"]
         for kind in (ANNEALED, MERGED)
@@ -250,7 +249,7 @@ def measure_model(study: Study, size: str, model: Model, rates: dict[str, float]
         MERGED: trunk["nats"][best.text][str(end)],
         ANNEALED: annealed[RAW.text][str(end)],
         SAME_RATE: same_rate[RAW.text][str(end)],
-        "windows": {str(cell.window): windows[cell.text][str(end)] for cell in means},
+        "windows": {str(cell.window): trunk["nats"][cell.text][str(end)] for cell in means},
     }
 
 

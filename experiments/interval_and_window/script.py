@@ -4,7 +4,6 @@ Command:   python experiments/interval_and_window/script.py --runs runs/science 
 """
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,9 +17,15 @@ from pma_jax.reporting.heat_map import HeatMap, draw_heat_maps
 from pma_jax.studies import pages
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.parabola import find_vertex
+from pma_jax.studies.parabola import find_vertices
 from pma_jax.studies.planned import Plan, PlannedEvaluation, PlannedRun
-from pma_jax.studies.statistics import MeanEstimate, MeanInterval, difference_over_documents, judge, mean_interval
+from pma_jax.studies.statistics import (
+    MeanEstimate,
+    MeanInterval,
+    difference_over_documents,
+    judge,
+    statistic_over_documents,
+)
 from pma_jax.studies.study import Study
 from pma_jax.studies.targets import horizon_units
 
@@ -85,29 +90,43 @@ def best_window(size: Mapping[str, Any], end: int, interval: int) -> int:
     return min(texts, key=lambda window: sum(size["select"][texts[window]][str(end)]))
 
 
-def best_spans(size: Mapping[str, Any], end: int, interval: int = 1) -> list[float]:
-    """Return the best span N V of each seed, as a share of the tokens, between the windows of the grid.
+def window_nats(size: Mapping[str, Any], end: int, interval: int = 1) -> np.ndarray:
+    """Return the summed losses of the means at an interval, of all windows, seeds and documents: [W, S, D]."""
+    return np.array([size["nats"][text][str(end)] for text in available(size, end, interval).values()])
 
-    It is where a parabola in log N, through the losses at an interval around the lowest one, is lowest. The losses are
+
+def best_span(size: Mapping[str, Any], end: int, interval: int = 1) -> MeanInterval:
+    """Estimate the best span N V, as a share of the tokens, over seeds and documents.
+
+    It is where a parabola in log N, through the losses of each seed around the lowest one, is lowest. The losses are
     those on the part `report`: no model is chosen by the span.
     """
-    texts, spans = available(size, end, interval), []
-    for losses in zip(*[pages.seed_losses(size, text, end) for text in texts.values()], strict=True):
-        best = math.exp(find_vertex(np.log(list(texts)).tolist(), list(losses), NEIGHBOURS).x)
-        spans.append(best * interval / end)
-    return spans
+    x = np.log(list(available(size, end, interval)))
+    return statistic_over_documents(
+        lambda losses_WS: np.exp(find_vertices(x, losses_WS, NEIGHBOURS)[0]) * interval / end,
+        window_nats(size, end, interval),
+        size["document_tokens"],
+    ).interval()
 
 
 def growth(size: Mapping[str, Any], less: int = 0) -> MeanInterval:
-    """Estimate the exponent p of the best span against the tokens trained, span = tokens^p, over seeds.
+    """Estimate the exponent p of the best span against the tokens trained, span = tokens^p, over seeds and documents.
 
     Args:
         size: The results of a size.
         less: Intervals to take off the span N V: 1 for the distance from the oldest snapshot to the newest one.
     """
     units = list(size["ends"].values())
-    spans_ES = np.array([np.multiply(best_spans(size, end), end) - less for end in units])
-    return mean_interval([float(np.polyfit(np.log(units), np.log(spans_E), 1)[0]) for spans_E in spans_ES.T])
+    windows = [np.log(list(available(size, end, 1))) for end in units]
+    starts = np.cumsum([len(of) for of in windows])[:-1]
+
+    def exponents(losses_XS: np.ndarray) -> np.ndarray:
+        each = zip(windows, np.split(losses_XS, starts), strict=True)
+        spans_ES = np.exp([find_vertices(x, losses_WS, NEIGHBOURS)[0] for x, losses_WS in each]) - less
+        return np.polyfit(np.log(units), np.log(spans_ES), 1)[0]
+
+    nats_XSD = np.concatenate([window_nats(size, end) for end in units])
+    return statistic_over_documents(exponents, nats_XSD, size["document_tokens"]).interval()
 
 
 def report(results: dict[str, Any]) -> str:
@@ -133,7 +152,8 @@ def report(results: dict[str, Any]) -> str:
             "Plain means of N points at the finest interval; nats per token, mean over seeds, with its 95% interval "
             "over seeds and documents. The best N was chosen on the part `select`; those that are equal to it within "
             f"{margin:g} nats are tested together (two one-sided tests, at most 5% false ones). The span is where a "
-            "parabola through the losses of each seed on the part `report` is lowest; its interval is over seeds. "
+            "parabola through the losses of each seed on the part `report` is lowest; its interval is over seeds and "
+            "documents (jackknife). "
             f"PMA's rule of thumb, extrapolated to these sizes, recommends {rules}.",
             "Cost of a coarser interval against the finest one, each at its best N (nats, positive: worse):",
             pages.format_table(
@@ -142,7 +162,8 @@ def report(results: dict[str, Any]) -> str:
             "Cost of fewer snapshots over the same span N V, a quarter of the tokens (nats, positive: worse than those "
             "at the finest interval):",
             pages.format_table(["size", "tokens", *coarser], fewer),
-            "Growth of the best span with the tokens of one run:\n\n" + "\n".join(grown),
+            "Growth of the best span with the tokens of one run, from these three nested lengths; intervals over seeds "
+            "and documents:\n\n" + "\n".join(grown),
         ]
     )
 
@@ -162,7 +183,7 @@ def describe_best(size: Mapping[str, Any], end: int, margin: float) -> list[str]
         str(best),
         pages.format_interval(difference(size, RAW.text, texts[best], end).interval()),
         ", ".join(equal) or "none",
-        pages.format_percent_interval(mean_interval(best_spans(size, end))),
+        pages.format_percent_interval(best_span(size, end)),
     ]
 
 
@@ -194,8 +215,8 @@ def describe_fewer(size: Mapping[str, Any], end: int) -> list[str]:
 
 def describe_spans(size: Mapping[str, Any], end: int) -> str:
     """Return the best span at every interval that has means of up to 8 snapshots, as shares of the tokens."""
-    each = [best_spans(size, end, interval) for interval in INTERVALS if 8 in available(size, end, interval)]
-    return ", ".join(pages.format_percent_interval(mean_interval(spans)) for spans in each)
+    each = [best_span(size, end, interval) for interval in INTERVALS if 8 in available(size, end, interval)]
+    return ", ".join(pages.format_percent_interval(span) for span in each)
 
 
 def recommended_span(name: str, size: Mapping[str, Any]) -> str:
@@ -209,7 +230,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     spans, wide, powers = [], [], []
     for name, size in results["sizes"].items():
         first, last = size["ends"]["a quarter"], size["ends"]["all"]
-        spans.append(f"{name}: {pages.format_percent_interval(mean_interval(best_spans(size, last)))}")
+        spans.append(f"{name}: {pages.format_percent_interval(best_span(size, last))}")
         powers.append(
             f"{name}: the best span grows as the tokens to the power {format_power(growth(size))} as N × V, and "
             f"{format_power(growth(size, 1))} from the oldest snapshot to the newest"

@@ -3,7 +3,6 @@
 Command:   python experiments/learning_rate/script.py --runs runs/science --jobs 2
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,14 +15,14 @@ from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.parabola import find_vertex
+from pma_jax.studies.parabola import find_vertices
 from pma_jax.studies.planned import Branch, Plan, PlannedEvaluation, PlannedRun, get_by_seed
 from pma_jax.studies.statistics import (
     MeanEstimate,
     MeanInterval,
     difference_over_documents,
-    mean_interval,
-    paired_difference,
+    estimate_over_documents,
+    statistic_over_documents,
 )
 from pma_jax.studies.study import Study
 
@@ -100,39 +99,68 @@ def gain(measured: Mapping[str, Any], text: str, end: int) -> MeanEstimate:
     return difference_over_documents(raw, merged, trunk["document_tokens"])
 
 
-def losses_of(size: Mapping[str, Any], model: str) -> np.ndarray:
-    """Return the losses at the end of the raw, merged or annealed model: [rates, seeds]."""
+def nats_of(size: Mapping[str, Any], model: str) -> np.ndarray:
+    """Return the summed losses at the end of the raw, merged or annealed model: [rates, seeds, documents]."""
     end, rows = size["ends"][-1], []
     for measured in size["rates"].values():
         text = best_merge(measured, end) if model == "merged" else RAW.text
-        rows.append(pages.seed_losses(measured["annealed" if model == "annealed" else "trunk"], text, end))
+        rows.append(measured["annealed" if model == "annealed" else "trunk"]["nats"][text][str(end)])
     return np.array(rows)
 
 
-def lowest(size: Mapping[str, Any], model: str) -> tuple[list[float], list[float]]:
-    """Return log2 of the best rate of each seed, and the loss there, where a parabola through three rates is lowest."""
-    x = [math.log2(float(rate)) for rate in size["rates"]]
-    vertices = [find_vertex(x, y) for y in losses_of(size, model).T.tolist()]
-    return [vertex.x for vertex in vertices], [vertex.y for vertex in vertices]
+def mean_losses(size: Mapping[str, Any], model: str) -> list[float]:
+    """Return the mean loss over seeds at the end, at each rate, in nats per token."""
+    return (nats_of(size, model).sum(axis=2).mean(axis=1) / sum(document_tokens(size))).tolist()
+
+
+def document_tokens(size: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of each document on which all models are judged."""
+    return next(iter(size["rates"].values()))["trunk"]["document_tokens"]
+
+
+def log_rates(size: Mapping[str, Any]) -> np.ndarray:
+    """Return log2 of the rates."""
+    return np.log2([float(rate) for rate in size["rates"]])
+
+
+def at_best_rate(size: Mapping[str, Any], axis: int, first: str, second: str = "") -> MeanEstimate:
+    """Estimate log2 of a model's best rate (axis 0) or its loss there (axis 1), or the difference of two models' ones.
+
+    The best rate of each seed is where a parabola through three rates is lowest: those around the lowest mean loss.
+    """
+    names = [first, *([second] if second else [])]
+
+    def statistic(losses_NRS: np.ndarray) -> np.ndarray:
+        of_first, *rest = (find_vertices(log_rates(size), losses_RS)[axis] for losses_RS in losses_NRS)
+        return of_first - rest[0] if rest else of_first
+
+    return statistic_over_documents(statistic, [nats_of(size, name) for name in names], document_tokens(size))
 
 
 def gains(size: Mapping[str, Any], merge: str, end: int) -> np.ndarray | None:
-    """Return the gain of a merge, or of the best one (BEST), at each rate [rates, seeds]; None without snapshots."""
-    rows = []
+    """Return what a merge, or the best one (BEST), gains at each rate, in nats per token; None without snapshots.
+
+    Returns:
+        [rates, seeds, documents].
+    """
+    rows, tokens_D = [], np.array(document_tokens(size))
     for measured in size["rates"].values():
         trunk, text = measured["trunk"], best_merge(measured, end) if merge == BEST else merge
         if str(end) not in trunk["nats"].get(text, {}):
             return None
-        rows.append(np.subtract(pages.seed_losses(trunk, RAW.text, end), pages.seed_losses(trunk, text, end)))
+        raw, merged = (np.array(trunk["nats"][name][str(end)]) for name in (RAW.text, text))
+        rows.append((raw - merged) / tokens_D)
     return np.array(rows)
 
 
 def gain_per_doubling(size: Mapping[str, Any], merge: str, end: int) -> MeanInterval | None:
-    """Return what doubling the rate adds to the gain of a merge, on average over the rates: the slope, over seeds."""
-    gains_RS = gains(size, merge, end)
-    if gains_RS is None:
+    """Return what doubling the rate adds to the gain of a merge, on average over the rates: the slope."""
+    gains_RSD = gains(size, merge, end)
+    if gains_RSD is None:
         return None
-    return mean_interval(np.polyfit(np.log2([float(rate) for rate in size["rates"]]), gains_RS, 1)[0].tolist())
+    x = log_rates(size) - log_rates(size).mean()
+    slopes_SD = np.tensordot(x / np.sum(x**2), gains_RSD, 1)  # the slope of least squares is a weighted sum
+    return estimate_over_documents(slopes_SD, document_tokens(size)).interval()
 
 
 def report(results: dict[str, Any]) -> str:
@@ -167,29 +195,32 @@ def format_rates(size: Mapping[str, Any]) -> str:
     header.append("best merge − annealed")
     return pages.format_table(header, rows) + (
         f"\n\nAt {pages.format_tokens(size, end)} tokens, nats per token; annealed linearly over the last quarter. "
-        "Differences have 95% intervals over seeds and documents. The best merge at each rate was chosen on the part "
-        "`select`."
+        "Differences here and below have 95% intervals over seeds and documents, a raw loss over seeds. The best "
+        "merge at each rate was chosen on the part `select`."
     )
 
 
 def format_best_rates(size: Mapping[str, Any]) -> str:
     """Format the best rate of each model, and the losses of merging and annealing, each at its own best rate."""
-    best, lines = {model: lowest(size, model) for model in MODELS}, []
-    for model, (rates_S, losses_S) in best.items():
-        center, low, high = (f"`{2**x:.2g}`" for x in interval_of(mean_interval(rates_S)))
+    lines = []
+    for model in MODELS:
+        center, low, high = (f"`{2**x:.2g}`" for x in interval_of(at_best_rate(size, 0, model).interval()))
+        losses_RS = nats_of(size, model).sum(axis=2) / sum(document_tokens(size))
+        loss = pages.format_mean(find_vertices(log_rates(size), losses_RS)[1].tolist())
         name = "raw" if model == RAW.text else model
-        lines.append(f"- {name}: {center} [{low}, {high}], loss {pages.format_mean(losses_S)}")
+        lines.append(f"- {name}: {center} [{low}, {high}], loss {loss}")
     for first, second in (("merged", RAW.text), ("annealed", "merged")):
-        factor = paired_difference(best[first][0], best[second][0])
+        factor = at_best_rate(size, 0, first, second).interval()
         center, low, high = (f"`{2**x:.2f}`" for x in interval_of(factor))
         names = ("raw" if model == RAW.text else model for model in (first, second))
-        lines.append(f"- {' over '.join(names)}, paired over seeds: {center} [{low}, {high}]")
-    difference = pages.format_difference(best["merged"][1], best["annealed"][1])
+        lines.append(f"- {' over '.join(names)}: {center} [{low}, {high}]")
+    difference = pages.format_interval(at_best_rate(size, 1, "merged", "annealed").interval())
     return (
-        "Best rate of each model, where the parabola through the three rates around the lowest is lowest (geometric "
-        "mean over seeds with its 95% interval):\n\n"
+        "Best rate of each model, where a parabola through the losses of each seed at the three rates around the "
+        "lowest mean is lowest (geometric mean over seeds; the loss there has its interval over seeds), and the "
+        "ratios of those of the same seed:\n\n"
         + "\n".join(lines)
-        + f"\n\nMerged less annealed, each at its own best rate: {difference} nats, over seeds."
+        + f"\n\nMerged less annealed, each at its own best rate: {difference} nats."
     )
 
 
@@ -207,12 +238,12 @@ def format_slopes(size: Mapping[str, Any]) -> str:
             if added:
                 at = pages.format_tokens(size, end)
                 lines.append(f"- {merge} at {at} tokens: {pages.format_interval(added)} nats")
-    gains_RS = gains(size, BEST, size["ends"][-1])
-    assert gains_RS is not None, "each rate has a merge"
-    steps = np.diff(gains_RS, axis=0)
-    each = [pages.format_interval(mean_interval(step_S.tolist())) for step_S in steps]
+    gains_RSD = gains(size, BEST, size["ends"][-1])
+    assert gains_RSD is not None, "each rate has a merge"
+    steps = [estimate_over_documents(step_SD, document_tokens(size)) for step_SD in np.diff(gains_RSD, axis=0)]
+    each = [pages.format_interval(step.interval()) for step in steps]
     return (
-        "What doubling the rate adds to the gain over raw, on average over these rates, with intervals over seeds:\n\n"
+        "What doubling the rate adds to the gain over raw, on average over these rates:\n\n"
         + "\n".join(lines)
         + f"\n\nFrom each rate to the next one, {BEST} at the end: {', '.join(each)} nats."
     )
@@ -226,8 +257,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         added = gain_per_doubling(size, BEST, end)
         assert added is not None, "each rate has a merge"
         verdict = "grows" if added.low > 0 else "shrinks" if added.high < 0 else "does not clearly change"
-        merged, annealed = (lowest(size, model)[1] for model in ("merged", "annealed"))
-        difference = pages.format_difference(merged, annealed)
+        difference = pages.format_interval(at_best_rate(size, 1, "merged", "annealed").interval())
         verdicts.append(
             f"{name} at {end * size['unit_tokens'] / 1e6:.2f}M tokens: what {BEST} gains {verdict} with the rate; "
             f"merged − annealed over the last quarter, each at its own best rate: {difference} nats"
@@ -248,8 +278,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
     for name, size in results["sizes"].items():
         rates, end = [float(rate) for rate in size["rates"]], size["ends"][-1]
         lines = [
-            Line("raw" if m == RAW.text else m, rates, losses_of(size, m).mean(axis=1).tolist(), dashed=m == "annealed")
-            for m in MODELS
+            Line("raw" if m == RAW.text else m, rates, mean_losses(size, m), dashed=m == "annealed") for m in MODELS
         ]
         panels.append(
             LinePanel(f"{name}: loss at {pages.format_tokens(size, end)} tokens", "peak rate", lines, log_x=True)

@@ -5,7 +5,7 @@ are compared by the difference of their losses at the same seed, on the same doc
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import scipy.optimize
@@ -154,6 +154,29 @@ def difference_over_documents(first_SD: ArrayLike, second_SD: ArrayLike, tokens_
     """
     difference_SD = np.asarray(first_SD, np.float64) - np.asarray(second_SD, np.float64)
     return estimate_over_documents(difference_SD / np.asarray(tokens_D, np.float64), tokens_D)
+
+
+def statistic_over_documents(
+    statistic: Callable[[np.ndarray], ArrayLike], nats_XSD: ArrayLike, tokens_D: ArrayLike
+) -> MeanEstimate:
+    """Estimate the mean over seeds of a statistic of losses, with an error that covers new seeds and new documents.
+
+    The jackknife: the pseudo-values of the statistic, D times its value less D - 1 times that without one document, are
+    values of that document (Miller, "The jackknife - a review", 1974), which `estimate_over_documents` resamples. The
+    statistic has to be smooth in the losses, such as the vertex of a parabola through them; ranks are not.
+
+    Args:
+        statistic: Maps losses in nats per token, [..., S], to one value per seed [S].
+        nats_XSD: The summed losses of models in nats, [..., S, D]: of each seed on each document.
+        tokens_D: Tokens of each document.
+    """
+    nats, tokens = np.asarray(nats_XSD, np.float64), np.asarray(tokens_D, np.float64)
+    count, total, sums = len(tokens), tokens.sum(), nats.sum(axis=-1)
+    whole_S = np.asarray(statistic(sums / total), np.float64)
+    without = [np.asarray(statistic((sums - nats[..., d]) / (total - tokens[d]))) for d in range(count)]
+    pseudo_SD = np.stack([count * whole_S - (count - 1) * without_S for without_S in without], axis=-1)
+    estimate = estimate_over_documents(pseudo_SD, np.ones(count))
+    return dataclasses.replace(estimate, mean=float(whole_S.mean()))
 
 
 def ratio_of_means(numerator: ArrayLike, denominator: ArrayLike, confidence: float = CONFIDENCE) -> MeanInterval | None:

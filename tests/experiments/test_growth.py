@@ -10,7 +10,7 @@ TOKENS = [300, 100, 600]
 def model(parameters: int, tokens: int, gap: float, span: float, rng: np.random.Generator) -> dict:
     """Return results of a model with a known gap, in nats per token, and best span, as a share of the tokens."""
     merged = rng.normal(1.5, 0.01, (4, 3))
-    windows = {n: [(np.log(n / 32) - np.log(span)) ** 2] * 4 for n in (2, 4, 8, 16, 32)}
+    windows = {n: [[(np.log(n / 32) - np.log(span)) ** 2 * t for t in TOKENS]] * 4 for n in (2, 4, 8, 16, 32)}
     return {
         "series": "tokens",
         "parameters": parameters,

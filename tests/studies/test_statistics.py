@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pma_jax.config.errors import UserError
 from pma_jax.studies import statistics
+from pma_jax.studies.parabola import find_vertices
 
 DRAWS = 2000
 VALUES = st.lists(st.floats(-10, 10), min_size=3, max_size=12, unique=True)
@@ -84,6 +85,25 @@ def test_documents_that_agree_leave_the_interval_over_seeds():
     estimate = statistics.estimate_over_documents(np.repeat(by_seed[:, None], 30, axis=1), np.arange(1, 31))
     expected = statistics.paired_estimate(by_seed, np.zeros(8))
     assert estimate.interval().low == pytest.approx(expected.interval().low, rel=1e-9)
+
+
+def test_a_statistic_over_documents_is_the_difference_where_it_is_one_and_covers_where_it_is_a_vertex():
+    rng = np.random.default_rng(11)
+    tokens = rng.integers(500, 4000, 30)
+    nats = (rng.normal(1.3, 0.05, (2, 6, 1)) + 0.2 * rng.normal(size=(2, 1, 30))) * tokens
+    actual = statistics.statistic_over_documents(lambda losses: losses[0] - losses[1], nats, tokens)
+    expected = statistics.difference_over_documents(*nats, tokens)
+    assert actual.mean == pytest.approx(expected.mean, rel=1e-9)
+    assert actual.standard_error == pytest.approx(expected.standard_error, rel=0.1)
+    x, intervals = np.arange(5.0), []
+    for _ in range(DRAWS // 10):  # parabolas whose vertices vary with seeds and documents, at 2 on average
+        vertices = 2 + 0.1 * rng.normal(size=(6, 1)) + 0.4 * rng.normal(size=30)
+        losses = 1.3 + 0.1 * (x[:, None, None] - vertices) ** 2
+        estimate = statistics.statistic_over_documents(
+            lambda losses: find_vertices(x, losses)[0], losses * 1000, np.full(30, 1000)
+        )
+        intervals.append(estimate.interval())
+    assert 0.91 <= covered(intervals, 2.0) <= 0.99
 
 
 def test_ratios_of_means_cover_the_truth_and_agree_with_fieller_by_hand():
