@@ -1,11 +1,11 @@
-"""What the page states of results.json: the losses of settings, their differences, and shares of gains."""
+"""What the page states of results.json: the losses of settings, and their differences."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from pma_jax.studies.statistics import MeanEstimate, MeanInterval, estimate_over_documents, ratio_of_means
+from pma_jax.studies.statistics import MeanEstimate, estimate_over_documents
 
 Model = tuple[str, str]  # a setting, and which of its models: mean, merged mean, worker, merged worker
 MODELS = ("worker", "mean", "merged worker", "merged mean")
@@ -51,11 +51,14 @@ def interaction(results: dict[str, Any], name: str) -> MeanEstimate:
     return combine(results, [(name, "worker"), (name, "merged mean")], [(name, "mean"), (name, "merged worker")])
 
 
-def remaining_share(results: dict[str, Any], name: str) -> MeanInterval | None:
-    """Return the share of the gain of averaging over workers that is left once snapshots are merged in time.
+def gain_across(results: dict[str, Any], name: str, merged: bool = False) -> MeanEstimate:
+    """Estimate what averaging over workers gains, as they are or once their snapshots are merged in time."""
+    prefix = "merged " if merged else ""
+    return combine(results, [(name, f"{prefix}worker")], [(name, f"{prefix}mean")])
 
-    None if the gain is not clearly above 0: a share of it then means nothing.
-    """
-    worker, mean, merged_worker, merged_mean = (np.array(seed_losses(results, (name, m))) for m in MODELS)
-    gain = worker - mean
-    return ratio_of_means(merged_worker - merged_mean, gain) if gain.mean() > 0 else None
+
+def less_than_half_is_left(results: dict[str, Any], name: str) -> bool | None:
+    """Return whether merging in time leaves less than half of what averaging over workers gains; None: undecided."""
+    plus, minus = ["merged worker", "merged worker", "mean"], ["merged mean", "merged mean", "worker"]
+    of_half = combine(results, [(name, model) for model in plus], [(name, model) for model in minus]).interval()
+    return None if of_half.low <= 0 <= of_half.high else of_half.high < 0

@@ -3,7 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from worker_estimates import MODELS, combine, gain_in_time, interaction, is_known, remaining_share, seed_losses
+from worker_estimates import (
+    MODELS,
+    combine,
+    gain_across,
+    gain_in_time,
+    interaction,
+    is_known,
+    less_than_half_is_left,
+    seed_losses,
+)
 from worker_search import edge_keys
 from worker_settings import (
     BOTH,
@@ -23,9 +32,7 @@ from worker_settings import (
 
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.statistics import MeanEstimate, MeanInterval, find_clear, mean_interval
-
-BOUND = 0.5  # of the share that remains: below, the averages over workers and over time largely overlap
+from pma_jax.studies.statistics import MeanEstimate, find_clear, mean_interval
 
 
 def shown(estimate: MeanEstimate) -> str:
@@ -90,30 +97,34 @@ def names_with_workers(results: dict[str, Any]) -> list[str]:
     ]
 
 
-def describe_share(share: MeanInterval | None) -> str:
-    """Say what the share of the workers' gain that merging in time leaves means; see `BOUND`."""
-    if share is None:
-        return "averaging over workers does not clearly gain, so that no share of it is known"
-    share_text = pages.format_percent_interval(share)
-    text = f"once snapshots are merged in time, {share_text} of what averaging over workers gains is left"
-    if share.high < BOUND:
-        return f"{text}: the averages over workers and over time largely overlap"
-    if share.low > BOUND:
-        return f"{text}: most of it is what merging in time does not give"
-    return f"{text}: whether most of it overlaps with merging in time is not decided"
+def describe_remaining(results: dict[str, Any], name: str) -> str:
+    """Say what averaging over workers gains, and how much of it is left once snapshots are merged in time."""
+    gain = gain_across(results, name).interval()
+    if gain.low <= 0:
+        return "averaging over workers does not clearly gain"
+    left = gain_across(results, name, merged=True)
+    text = (
+        f"averaging over workers gains {pages.format_interval(gain)} nats, and {shown(left)} once snapshots are merged "
+        "in time"
+    )
+    conclusions = {
+        True: "less than half is left: the averages over workers and over time largely overlap",
+        False: "more than half is left: most of it is what merging in time does not give",
+        None: "whether less than half is left is not decided",
+    }
+    return f"{text}; {conclusions[less_than_half_is_left(results, name)]}"
 
 
 def answer(results: dict[str, Any]) -> str:
-    """Answer the question of the page in a clause: the share at the base setting, and the best of both against one."""
+    """Answer the question in a clause: what is left at the base setting, and the best of both against one worker."""
     base = base_name(results)
     if not (is_known(results, base) and is_known(results, ONE)):
         return f"{base} diverged"
     against = combine(results, [(base, "merged mean")], [(ONE, "merged mean")])
     verdict = pages.describe_difference(against, results["made"]["margin"])
-    share = describe_share(remaining_share(results, base))
     return (
-        f"{share}; their mean, merged in time, against data-parallel training, merged in time, at equal tokens: "
-        f"{verdict}"
+        f"{describe_remaining(results, base)}; their mean, merged in time, against data-parallel training, merged in "
+        f"time, at equal tokens: {verdict}"
     )
 
 
@@ -138,7 +149,7 @@ def format_answer(results: dict[str, Any]) -> str:
     """Format the answer: what is left of averaging over workers once merged in time, and against one worker."""
     base, small = base_name(results), small_batch_name(ground_of(results))
     with_workers = names_with_workers(results)
-    lines = [f"- `{name}`: {describe_share(remaining_share(results, name))}." for name in with_workers]
+    lines = [f"- `{name}`: {describe_remaining(results, name)}." for name in with_workers]
     lines += compare(results, base, (ONE, small))
     for name in compared_methods():
         lines += compare(results, name, (ONE, PERIODIC))
@@ -155,7 +166,7 @@ def format_first(results: dict[str, Any]) -> str:
         row = setting_cells(results, name, MODELS)
         if is_known(results, name):
             has_workers = name in names_with_workers(results)
-            across = shown(combine(results, [(name, "worker")], [(name, "mean")])) if has_workers else ""
+            across = shown(gain_across(results, name)) if has_workers else ""
             if has_workers:
                 estimates[name] = interaction(results, name)
             row += [across, shown(gain_in_time(results, name)), shown(estimates[name]) if has_workers else ""]
@@ -164,7 +175,7 @@ def format_first(results: dict[str, Any]) -> str:
     found = [
         f"`{name}`"
         for name, is_clear in clear.items()
-        if is_clear and estimates[name].mean > 0 and remaining_share(results, name) is not None
+        if is_clear and estimates[name].mean > 0 and gain_across(results, name).interval().low > 0
     ]
     header = ["setting", "rate", "a worker", "mean of the workers", "a worker, merged", "mean, merged"]
     header += ["worker − mean", "mean − merged", "interaction"]

@@ -87,15 +87,19 @@ def mcnemar(results: Mapping[str, Any], arm: str, other: str) -> float:
     return float(scipy.stats.binomtest(better, better + worse).pvalue) if better + worse else 1.0
 
 
+def against_restart(results: Mapping[str, Any]) -> dict[str, float]:
+    """Return the p-value of each treated arm against the restart, corrected for all arms (Benjamini and Hochberg)."""
+    arms = [arm for arm in next(iter(results["seeds"].values())) if arm not in (NOTHING, CLEAN, RESTART)]
+    adjusted = scipy.stats.false_discovery_control([mcnemar(results, arm, RESTART) for arm in arms])
+    return dict(zip(arms, adjusted.tolist(), strict=True))
+
+
 def report(results: dict[str, Any]) -> str:
     """Format the odds of each arm, and the effect of each factor of the arms that go back."""
     if not results["seeds"]:
         return f"No run collapsed, of seeds {', '.join(map(str, results['never_collapsed']))}."
     arms, clear = list(next(iter(results["seeds"].values()))), clear_collapses(results)
-    tested = [arm for arm in arms if arm not in (NOTHING, CLEAN, RESTART)]
-    raw = [mcnemar(results, arm, RESTART) for arm in tested]
-    adjusted = dict(zip(tested, scipy.stats.false_discovery_control(raw), strict=True))
-    rows = []
+    adjusted, rows = against_restart(results), []
     for arm in arms:
         p = f"`{adjusted[arm]:.3f}`" if arm in adjusted else ""
         odds = [format_odds(verdicts(results, arm, key)) for key in ("passes", "back")]
@@ -211,6 +215,8 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         f"the most of {len(others)} arms, {best}": best,
     }
     found = [f"{name}, {format_odds(verdicts(results, arm, 'passes'))}" for name, arm in shown.items()]
+    if best != RESTART:
+        found[-1] += f" (against the restart, corrected for all arms, p = {against_restart(results)[best]:.2g})"
     effects = [f"{name} {pages.format_interval(share, 3)}" for name, (share, *_) in factor_effects(results).items()]
     return IndexRow(
         9,

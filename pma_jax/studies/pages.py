@@ -17,6 +17,7 @@ from pma_jax.studies.statistics import (
     MeanEstimate,
     MeanInterval,
     deviation_interval,
+    judge,
     mean_interval,
     paired_difference,
 )
@@ -67,13 +68,22 @@ def describe_difference(estimate: MeanEstimate, margin: float, digits: int = 4) 
     "Equal" needs the test of equivalence (TOST) within `margin` nats, which is that the 90% interval lies within it. A
     95% interval that contains 0 shows no difference, and says how large one may be.
     """
-    interval = estimate.interval()
-    if estimate.equivalence_p_value(margin) < 0.05:
-        return f"equal within {margin:g} nats: {format_interval(estimate.interval(0.9), digits)} (90%)"
-    if interval.low <= 0 <= interval.high:
-        half_width = interval.high - interval.mean
-        return f"no difference shown: {interval.mean:+.{digits}f} ± {half_width:.{digits}f} nats"
-    return f"{'higher' if interval.mean > 0 else 'lower'} by {format_size(interval, digits)} nats"
+    return describe_differences([estimate], margin, digits)[0]
+
+
+def describe_differences(estimates: Sequence[MeanEstimate], margin: float, digits: int = 4) -> list[str]:
+    """Say what each of several estimates shows, as `describe_difference`, tested together (`statistics.judge`)."""
+    words = []
+    for estimate, verdict in zip(estimates, judge(estimates, margin), strict=True):
+        interval = estimate.interval()
+        if verdict == "equal":
+            words.append(f"equal within {margin:g} nats: {format_interval(estimate.interval(0.9), digits)} (90%)")
+        elif verdict == "not shown":
+            half_width = interval.high - interval.mean
+            words.append(f"no difference shown: {interval.mean:+.{digits}f} ± {half_width:.{digits}f} nats")
+        else:
+            words.append(f"{verdict} by {format_size(interval, digits)} nats")
+    return words
 
 
 def format_size(interval: MeanInterval, digits: int = 4) -> str:

@@ -26,7 +26,6 @@ from pma_jax.config import ReplicasConfig
 from pma_jax.replicas import fragments, method, quantize, sparta
 from pma_jax.replicas.method import Sync
 from pma_jax.studies import experiment, pages
-from pma_jax.studies.statistics import MeanInterval
 from pma_jax.studies.study import Study
 from pma_jax.studies.tuning import TUNING_SEEDS
 
@@ -242,7 +241,8 @@ def test_page_has_an_interval_with_each_figure_and_answers_the_question(ground):
     assert all(f"### {number}." in text for number in range(1, 7))
     base = worker_page.base_name(results)
     assert worker_estimates.interaction(results, base).mean == pytest.approx(0.04, abs=0.005)
-    assert worker_estimates.remaining_share(results, base).mean == pytest.approx(0.2, abs=0.1)
+    across = [worker_estimates.gain_across(results, base, merged).mean for merged in (False, True)]
+    assert across == pytest.approx([0.05, 0.01], abs=0.005)
     assert "largely overlap" in worker_page.answer(results)
     assert text.count("so that others may be better: `K=4, H=32` (`schedule.peak_rate=0.002`).") == 1
     row = worker_page.summarize(results)
@@ -250,11 +250,10 @@ def test_page_has_an_interval_with_each_figure_and_answers_the_question(ground):
     assert set(worker_figure.draw(results)) == {"figure.png"}
 
 
-def test_no_share_of_a_loss_by_averaging_over_workers_is_claimed(ground):
+def test_nothing_of_a_loss_by_averaging_over_workers_is_said_to_be_left(ground):
     results = made_up_results(ground)
     nats = results["settings"]["K=4, H=never"]["nats"]
     nats["worker"], nats["mean"] = nats["mean"], nats["worker"]
-    assert worker_estimates.remaining_share(results, "K=4, H=never") is None
     assert "`K=4, H=never`: averaging over workers does not clearly gain" in worker_page.report(results)
 
 
@@ -268,17 +267,22 @@ def test_page_says_which_settings_diverged(ground):
 
 
 @pytest.mark.parametrize(
-    ("interval", "words"),
+    ("left", "noise", "words"),
     [
-        ((0.2, 0.1, 0.3), "largely overlap"),
-        ((0.8, 0.7, 0.9), "does not give"),
-        ((0.5, 0.2, 0.8), "is not decided"),
-        (None, "no share of it is known"),
+        (0.01, 0.001, "largely overlap"),
+        (0.04, 0.001, "does not give"),
+        (0.025, 0.02, "is not decided"),
     ],
 )
-def test_answer_claims_no_more_than_the_interval_shows(interval, words):
-    share = MeanInterval(*interval, 8) if interval else None
-    assert words in worker_page.describe_share(share)
+def test_answer_claims_no_more_than_the_interval_shows(ground, left, noise, words):
+    results = made_up_results(ground)
+    measured = results["settings"]["K=4, H=32"]
+    tokens = np.array(measured["document_tokens"])
+    shape = np.shape(measured["nats"]["mean"])
+    rng = np.random.default_rng(0)
+    for model, loss in {"worker": 1.55, "mean": 1.5, "merged worker": 1.4 + left, "merged mean": 1.4}.items():
+        measured["nats"][model] = ((loss + noise * rng.normal(size=shape)) * tokens).tolist()
+    assert words in worker_page.describe_remaining(results, "K=4, H=32")
 
 
 @pytest.mark.long
