@@ -52,7 +52,7 @@ def write_tuned_settings(workspace, path):
     return path
 
 
-FORECASTS, WHY_IT_WORKS = (load_module(FOLDER / name / "script.py") for name in ("forecasts", "why_it_works"))
+WHY_IT_WORKS = load_module(FOLDER / "why_it_works" / "script.py")
 
 
 @pytest.fixture(scope="module")
@@ -209,16 +209,6 @@ def test_run_all_continues_after_a_failure_and_reports_it(workspace, runs, tmp_p
     assert not (tmp_path / "weights" / "results.json").exists()
     refused = subprocess.run([*command, "--only", "no_such"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "unknown experiment no_such" in refused.stderr
-
-
-def test_rankings_and_the_cost_of_a_wrong_one():
-    truth = [1.0, 2.0, 3.0, 4.0]
-    assert FORECASTS.kendall_tau([10, 20, 30, 40], truth) == pytest.approx(1)
-    assert FORECASTS.kendall_tau([40, 30, 20, 10], truth) == pytest.approx(-1)
-    assert FORECASTS.regret([5.0, 1.0, 6.0, 7.0], truth) == 1.0
-    assert FORECASTS.regret(truth, truth) == 0
-    with pytest.raises(ValueError, match="no ranking"):
-        FORECASTS.kendall_tau([1, 1], [1, 2])
 
 
 @pytest.mark.parametrize(("rows", "share"), [(np.eye(3), 0), (np.ones((3, 1)), 2), ([[1.0], [-1.0]], -1)])

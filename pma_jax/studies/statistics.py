@@ -179,6 +179,32 @@ def statistic_over_documents(
     return dataclasses.replace(estimate, mean=float(whole_S.mean()))
 
 
+def draw_documents(documents: int, draws: int, seed: int = 0) -> np.ndarray:
+    """Draw how often each document counts, with replacement: float64 [1 + draws, D]; in row 0 each counts once."""
+    rng = np.random.default_rng(seed)
+    counts = rng.multinomial(documents, np.full(documents, 1 / documents), draws)
+    return np.concatenate([np.ones((1, documents)), counts]).astype(np.float64)
+
+
+def estimate_from_draws(values_NS: ArrayLike, documents: int) -> MeanEstimate:
+    """Estimate the mean over seeds of a statistic that is not smooth, such as one of ranks, by the bootstrap.
+
+    Seeds and documents are resampled separately, as by `estimate_over_documents`; the variance of their interaction is
+    in both, so that the error is rather too large.
+
+    Args:
+        values_NS: The statistic of each seed; row 0 on all documents, the others each on a draw (`draw_documents`).
+        documents: Number of documents that were drawn from; of several texts, the fewest.
+    """
+    values = np.asarray(values_NS, np.float64)
+    seeds = values.shape[1]
+    over_seeds = values[0].var(ddof=1) / seeds
+    over_documents = values[1:].mean(axis=1).var(ddof=1)
+    spread = over_seeds**2 / (seeds - 1) + over_documents**2 / (documents - 1)
+    degrees = (over_seeds + over_documents) ** 2 / spread if spread else seeds - 1
+    return MeanEstimate(float(values[0].mean()), float(np.sqrt(over_seeds + over_documents)), float(degrees), seeds)
+
+
 def ratio_of_means(numerator: ArrayLike, denominator: ArrayLike, confidence: float = CONFIDENCE) -> MeanInterval | None:
     """Estimate mean(numerator) / mean(denominator) over pairs, such as seeds, with Fieller's interval.
 

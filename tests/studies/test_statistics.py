@@ -106,6 +106,16 @@ def test_a_statistic_over_documents_is_the_difference_where_it_is_one_and_covers
     assert 0.91 <= covered(intervals, 2.0) <= 0.99
 
 
+def test_draws_of_documents_give_the_error_of_a_mean_and_cover_the_truth():
+    rng, intervals = np.random.default_rng(12), []
+    for i in range(DRAWS // 4):
+        losses = 0.3 + 0.1 * rng.normal(size=(8, 1)) + 0.4 * rng.normal(size=37) + 0.1 * rng.normal(size=(8, 37))
+        draws = statistics.draw_documents(37, 100, seed=i)
+        assert (draws[0] == 1).all() and (draws.sum(axis=1) == 37).all()
+        intervals.append(statistics.estimate_from_draws(draws @ losses.T / 37, 37).interval())
+    assert 0.92 <= covered(intervals, 0.3) <= 0.98
+
+
 def test_ratios_of_means_cover_the_truth_and_agree_with_fieller_by_hand():
     rng, intervals = np.random.default_rng(4), []
     for _ in range(DRAWS):
