@@ -117,8 +117,9 @@ def format_other_judgements(size: Mapping[str, Any]) -> str:
 def describe_regret(size: Mapping[str, Any], regrets_NS: np.ndarray) -> tuple[str, str]:
     """Return how many seeds put the best setting first, and the mean regret, with its interval if any seed has some."""
     right = int((regrets_NS[0] == 0).sum())
-    shown = pages.format_interval(estimate(size, regrets_NS).interval()) if regrets_NS.any() else "0"
-    return f"{right} of {regrets_NS.shape[1]}", shown
+    seeds = regrets_NS.shape[1]
+    shown = "0" if right == seeds else pages.format_interval(estimate(size, regrets_NS).interval())
+    return f"{right} of {seeds}", shown
 
 
 def format_settings(size: Mapping[str, Any]) -> str:
