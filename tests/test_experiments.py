@@ -16,6 +16,7 @@ import tiny
 from pma_jax import config as configuration
 from pma_jax.evaluation.held_out import prepare_tokens
 from pma_jax.studies import experiment, pages, recorded_runs
+from pma_jax.studies.tuning import TUNING_SEEDS
 
 FOLDER = Path(__file__).parent.parent / "experiments"
 QUESTIONS = sorted(path.parent for path in FOLDER.glob("*/script.py") if "run_experiment(" in path.read_text())
@@ -119,6 +120,8 @@ def test_page_matches_its_results(folder):
     wanted = 131_072 if results["made"]["part"] == "report" else 65_536
     assert all(part["documents"] >= 10 and part["tokens"] >= wanted for part in parts)
     assert len(results["made"]["seeds"]) >= 3 and results["made"]["overrides"] == []
+    is_published = results["made"]["part"] == "report"
+    assert is_published != bool(set(results["made"]["seeds"]) & set(TUNING_SEEDS)), "settings are chosen on other seeds"
     for picture in re.findall(r"!\[[^]]*\]\(([^)]+\.png)\)", page):
         assert (folder / picture).exists()
 
@@ -214,6 +217,14 @@ def test_run_all_continues_after_a_failure_and_reports_it(workspace, runs, tmp_p
 @pytest.mark.parametrize(("rows", "share"), [(np.eye(3), 0), (np.ones((3, 1)), 2), ([[1.0], [-1.0]], -1)])
 def test_off_diagonal_share_at_three_known_values(rows, share):
     assert WHY_IT_WORKS.off_diagonal_share(np.asarray(rows) @ np.asarray(rows).T) == pytest.approx(share)
+
+
+def test_all_contenders_without_a_horizon_were_tried_at_as_many_settings():
+    sizes = json.loads((FOLDER / "anytime" / "results.json").read_text())["sizes"]
+    for name, size in sizes.items():
+        counts = {rival: len({tuple(one["setting"]) for one in tried}) for rival, tried in size["tried"].items()}
+        assert len(set(counts.values())) == 1 and len(counts) == 7, f"{name}: {counts}"
+        assert {len(of) for of in size["finalists"].values()} == {3}
 
 
 ANNEALING = json.loads((FOLDER / "annealing" / "results.json").read_text())["sizes"]
