@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import scipy.stats
 from rankings import ANNEALED, Ranking, estimate, judge_ranking
 
 from pma_jax.analysis.scaling import fit_loss_curve
@@ -12,7 +13,7 @@ from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, find_clear, mean_interval
+from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, mean_interval
 
 SHARES = (0.25, 0.5, 0.75)  # of a run that a forecast uses
 MODELS = ("raw", "sma", "block/sma")
@@ -48,14 +49,24 @@ def against_mean_loss(
     }
 
 
-def judge_rankings(size: Mapping[str, Any]) -> dict[tuple[float, str], str]:
-    """Say of each forecast whether its tau is "better" or "worse" than that of `MEAN_LOSS`, or "not shown"."""
+def judge_rankings(size: Mapping[str, Any]) -> dict[tuple[float, str], tuple[str, float]]:
+    """Judge whether the tau of each forecast is "better" or "worse" than that of `MEAN_LOSS`, or "not shown".
+
+    Returns:
+        {forecast: (verdict, p-value after Benjamini and Hochberg's correction)}.
+    """
     estimates = against_mean_loss(size, rankings_of(size))
-    clear = find_clear(list(estimates.values()))
+    corrected = scipy.stats.false_discovery_control([one.p_value() for one in estimates.values()]).tolist()
     verdicts = ["better" if one.mean > 0 else "worse" for one in estimates.values()]
     return {
-        key: said if is_clear else "not shown" for key, said, is_clear in zip(estimates, verdicts, clear, strict=True)
+        key: (said if p <= 0.05 else "not shown", p)
+        for key, said, p in zip(estimates, verdicts, corrected, strict=True)
     }
+
+
+def describe_tau(size: Mapping[str, Any], tau_NS: np.ndarray) -> str:
+    """Format Kendall's tau, or a difference of two, with its interval over seeds and documents."""
+    return pages.format_interval(estimate(size, tau_NS).interval(), 2)
 
 
 def format_rankings(size: Mapping[str, Any]) -> str:
@@ -63,12 +74,13 @@ def format_rankings(size: Mapping[str, Any]) -> str:
     rankings, rows = rankings_of(size), []
     differences, verdicts = against_mean_loss(size, rankings), judge_rankings(size)
     for (share, name), judged in rankings.items():
-        tau = pages.format_interval(estimate(size, judged.tau).interval(), 2)
+        tau = describe_tau(size, judged.tau)
         less_raw = "" if name == MEAN_LOSS else pages.format_interval(differences[share, name].interval(), 2)
-        verdict = verdicts.get((share, name), "")
-        less_annealed = estimate(size, judged.tau - rankings[1.0, ANNEALED].tau)
-        yardstick = "" if name == ANNEALED else pages.format_interval(less_annealed.interval(), 2)
-        shown = [tau, less_raw, verdict, yardstick, *describe_regret(size, judged.regret)]
+        said, p = verdicts.get((share, name), ("", 1.0))
+        verdict = said and f"{said} (p = `{p:.2g}`)"
+        less_newest = "" if name == MODELS[0] else describe_tau(size, judged.tau - rankings[share, MODELS[0]].tau)
+        yardstick = "" if name == ANNEALED else describe_tau(size, judged.tau - rankings[1.0, ANNEALED].tau)
+        shown = [tau, less_raw, verdict, less_newest, yardstick, *describe_regret(size, judged.regret)]
         rows.append([f"{share:.0%}", f"{1 - share:.0%}", name, *shown])
     header = [
         "seen of the run",
@@ -77,6 +89,7 @@ def format_rankings(size: Mapping[str, Any]) -> str:
         "Kendall tau",
         f"less that of `{MEAN_LOSS}`",
         "against it",
+        f"less that of `{MODELS[0]}`",
         f"less that of `{ANNEALED}`",
     ]
     return (
@@ -84,8 +97,9 @@ def format_rankings(size: Mapping[str, Any]) -> str:
         "compared with that by the annealed loss (its mean over the seeds other than the forecast's, on `report`). "
         "An annealed run takes as many tokens as a full run at a constant rate, so tokens that the forecast does "
         "not use are saved. The regret is the annealed loss of the setting that a forecast puts first, less the "
-        "lowest. Intervals are over seeds and documents (bootstrap), for these settings; better and worse with at most "
-        "5% false findings (Benjamini and Hochberg).\n\n"
+        "lowest: never below 0, though its symmetric interval may be. Intervals are over seeds and documents "
+        "(bootstrap), for these settings; better and worse with at most 5% false findings (Benjamini and Hochberg), "
+        "with the corrected p.\n\n"
         + pages.format_table([*header, "seeds that put the best first", "regret, nats"], rows)
     )
 
@@ -115,11 +129,9 @@ def format_other_judgements(size: Mapping[str, Any]) -> str:
 
 
 def describe_regret(size: Mapping[str, Any], regrets_NS: np.ndarray) -> tuple[str, str]:
-    """Return how many seeds put the best setting first, and the mean regret, with its interval if any seed has some."""
+    """Return how many seeds put the best setting first, and the mean regret."""
     right = int((regrets_NS[0] == 0).sum())
-    seeds = regrets_NS.shape[1]
-    shown = "0" if right == seeds else pages.format_interval(estimate(size, regrets_NS).interval())
-    return f"{right} of {seeds}", shown
+    return f"{right} of {regrets_NS.shape[1]}", pages.format_interval(estimate(size, regrets_NS).interval())
 
 
 def format_settings(size: Mapping[str, Any]) -> str:
@@ -175,7 +187,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     verdicts, effects = [], []
     for name, size in results["sizes"].items():
         differences, said = against_mean_loss(size, rankings_of(size)), judge_rankings(size)
-        each = [f"{said[share, 'sma']} at {share:.0%}" for share in (*SHARES, 1.0)]
+        each = [f"{said[share, 'sma'][0]} at {share:.0%}" for share in (*SHARES, 1.0)]
         verdicts.append(
             f"{name}: rankings of {len(size['sweep'])} settings by means of the newest snapshots of a part of the run, "
             f"against those by the mean loss of the same snapshots: {', '.join(each)}"

@@ -4,6 +4,7 @@ Dimensions: N draws of documents, of which the first is all of them; C settings,
 """
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.studies.statistics import MeanEstimate, draw_documents, estimate_from_draws
 
 ANNEALED = "annealed, another seed"  # a ranking by the annealed losses of one seed, which have noise too
-DRAWS = 400  # of documents
+DRAWS = 4000  # of documents
 
 
 class Ranking(NamedTuple):
@@ -54,7 +55,8 @@ def losses(nats_CSD: ArrayLike, size: Mapping[str, Any], part: str) -> np.ndarra
     """Return losses in nats per token on all documents of a part, and on each draw of them [N, C, S]."""
     tokens_D = np.array(size["document_tokens"][part])
     counts_ND = document_counts(part, len(tokens_D))
-    return np.einsum("csd,nd->ncs", np.asarray(nats_CSD), counts_ND) / (counts_ND @ tokens_D)[:, None, None]
+    sums_NCS = np.tensordot(counts_ND, np.asarray(nats_CSD), axes=(1, 2))
+    return sums_NCS / (counts_ND @ tokens_D)[:, None, None]
 
 
 @functools.cache
@@ -75,14 +77,16 @@ def kendall_tau(forecast: ArrayLike, truth: ArrayLike) -> np.ndarray:
         ValueError: A forecast or a truth is constant, has fewer than 2 values, or contains NaN.
     """
     first, second = (np.asarray(values, np.float64) for values in (forecast, truth))
-    i, j = np.triu_indices(first.shape[-1], k=1)
-    signs = [np.sign(values[..., i] - values[..., j]) for values in (first, second)]
-    pairs = np.sqrt(np.prod([np.square(sign).sum(axis=-1) for sign in signs], axis=0))
+    products, pairs = np.zeros(first.shape[:-1]), np.zeros((2, *first.shape[:-1]))
+    for i, j in itertools.combinations(range(first.shape[-1]), 2):
+        signs = [np.sign(values[..., i] - values[..., j]) for values in (first, second)]
+        products += signs[0] * signs[1]
+        pairs += np.abs(signs)
     if not (pairs > 0).all():
         raise ValueError(
             "Kendall's tau is undefined: forecast or truth has no ranking, because it is constant or contains NaN"
         )
-    return (signs[0] * signs[1]).sum(axis=-1) / pairs
+    return products / np.sqrt(pairs[0] * pairs[1])
 
 
 def regret(forecast: ArrayLike, truth: ArrayLike) -> np.ndarray:

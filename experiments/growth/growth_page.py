@@ -10,7 +10,7 @@ from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.parabola import find_vertex, find_vertices
+from pma_jax.studies.parabola import find_vertex, find_vertices, lowest_mean
 from pma_jax.studies.statistics import (
     MeanEstimate,
     MeanInterval,
@@ -51,10 +51,11 @@ def best_span(model: Mapping[str, Any], neighbours: int = NEIGHBOURS[0]) -> Mean
 
     It is where a parabola in the log of the window, through the losses of each seed, is lowest.
     """
-    x = window_logs(model)
+    x, nats_WSD = window_logs(model), list(model["windows"].values())
+    lowest = lowest_mean(nats_WSD)
     return statistic_over_documents(
-        lambda losses_WS: np.exp(find_vertices(x, losses_WS, neighbours)[0]) / model["end"],
-        list(model["windows"].values()),
+        lambda losses_WS: np.exp(find_vertices(x, losses_WS, lowest, neighbours)[0]) / model["end"],
+        nats_WSD,
         model["document_tokens"],
     ).interval()
 
@@ -91,20 +92,27 @@ def slope(models: list[dict[str, Any]], series: str, first: str, second: str) ->
     return estimate_over_documents(np.tensordot(weights, differences, 1) / np.array(tokens), tokens)
 
 
+def gap_change(models: list[dict[str, Any]]) -> MeanEstimate:
+    """Estimate the gap of the last model of a series less that of the first, both at the rate of merging."""
+    first, last = (np.subtract(model[MERGED], model[SAME_RATE]) for model in (models[0], models[-1]))
+    return difference_over_documents(last, first, models[0]["document_tokens"])
+
+
 def span_exponent(models: list[dict[str, Any]], series: str, neighbours: int = NEIGHBOURS[0]) -> MeanInterval:
     """Estimate the power of the parameters or tokens with which the best span grows, in tokens.
 
     All models have the same windows and seeds.
     """
     x, windows = np.log2([model[series] for model in models]), window_logs(models[0])
+    nats_MWSD = [list(model["windows"].values()) for model in models]
+    lowest_M = [lowest_mean(nats_WSD) for nats_WSD in nats_MWSD]
 
     def exponents(losses_MWS: np.ndarray) -> np.ndarray:
-        each = zip(models, losses_MWS, strict=True)
+        each = zip(models, losses_MWS, lowest_M, strict=True)
         # The log of N V: V is the tokens divided by the snapshots, which are as many in all models.
-        spans_MS = [find_vertices(windows, of, neighbours)[0] + np.log(model["tokens"]) for model, of in each]
+        spans_MS = [find_vertices(windows, of, at, neighbours)[0] + np.log(model["tokens"]) for model, of, at in each]
         return np.polyfit(x, np.array(spans_MS) / np.log(2), 1)[0]
 
-    nats_MWSD = [list(model["windows"].values()) for model in models]
     return statistic_over_documents(exponents, nats_MWSD, models[0]["document_tokens"]).interval()
 
 
@@ -116,7 +124,7 @@ def report(results: dict[str, Any]) -> str:
             models = of_series(size, series)
             if models:
                 parts += [f"### {title}", format_models(models)]
-                parts += [format_slopes(models, series)] if len(models) > 1 else []
+                parts += [format_slopes(models, series, results["made"]["margin"])] if len(models) > 1 else []
                 parts += [format_rates(models)]
     return "\n\n".join(parts)
 
@@ -156,12 +164,14 @@ def format_models(models: list[dict[str, Any]]) -> str:
     )
 
 
-def format_slopes(models: list[dict[str, Any]], series: str) -> str:
+def format_slopes(models: list[dict[str, Any]], series: str, margin: float) -> str:
     """Format what a doubling of the parameters or tokens adds, and the power with which the best span grows."""
     pairs = {"merged − annealed": (MERGED, ANNEALED), "the same, both at the rate of merging": (MERGED, SAME_RATE)}
     pairs["raw − merged"] = ("raw", MERGED)
     slopes = {name: slope(models, series, *pair).interval() for name, pair in pairs.items()}
     lines = [f"- {name}: {pages.format_interval(each)} nats" for name, each in slopes.items()]
+    ends = pages.describe_difference(gap_change(models), margin)
+    lines.append(f"- merged − annealed of the last model less that of the first, at the rate of merging: {ends}")
     powers = {n: pages.format_interval(span_exponent(models, series, n), digits=2) for n in NEIGHBOURS}
     first, *others = NEIGHBOURS
     fits = ", ".join(f"{powers[n]} with {n}" for n in others)

@@ -4,7 +4,7 @@ Command:   python experiments/interval_and_window/script.py --runs runs/science 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from pma_jax.reporting.heat_map import HeatMap, draw_heat_maps
 from pma_jax.studies import pages
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.parabola import find_vertices
+from pma_jax.studies.parabola import find_vertices, lowest_mean
 from pma_jax.studies.planned import Plan, PlannedEvaluation, PlannedRun
 from pma_jax.studies.statistics import (
     MeanEstimate,
@@ -32,7 +32,8 @@ from pma_jax.studies.targets import horizon_units
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 INTERVALS = (1, 2, 4, 8)  # in units: every snapshot of the trunk, every second, ...
 WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-NEIGHBOURS = 2  # windows on either side of the best one that the parabola of `best_spans` is fitted to
+# Windows on either side of the best one that a parabola is fitted to; spans and figures have the first.
+NEIGHBOURS = (2, 1, 3)
 
 
 def merges() -> list[Cell]:
@@ -98,35 +99,55 @@ def window_nats(size: Mapping[str, Any], end: int, interval: int = 1) -> np.ndar
 def best_span(size: Mapping[str, Any], end: int, interval: int = 1) -> MeanInterval:
     """Estimate the best span N V, as a share of the tokens, over seeds and documents.
 
-    It is where a parabola in log N, through the losses of each seed around the lowest one, is lowest. The losses are
+    It is where a parabola in log N, through the losses of each seed around the lowest mean, is lowest. The losses are
     those on the part `report`: no model is chosen by the span.
     """
-    x = np.log(list(available(size, end, interval)))
+    x, nats_WSD = np.log(list(available(size, end, interval))), window_nats(size, end, interval)
+    lowest = lowest_mean(nats_WSD)
     return statistic_over_documents(
-        lambda losses_WS: np.exp(find_vertices(x, losses_WS, NEIGHBOURS)[0]) * interval / end,
-        window_nats(size, end, interval),
+        lambda losses_WS: np.exp(find_vertices(x, losses_WS, lowest, NEIGHBOURS[0])[0]) * interval / end,
+        nats_WSD,
         size["document_tokens"],
     ).interval()
 
 
-def growth(size: Mapping[str, Any], less: int = 0) -> MeanInterval:
+def growth(size: Mapping[str, Any], intervals: Sequence[int], less: int = 0, neighbours: int = 2) -> MeanInterval:
     """Estimate the exponent p of the best span against the tokens trained, span = tokens^p, over seeds and documents.
 
     Args:
         size: The results of a size.
+        intervals: The interval V at each length, in units.
         less: Intervals to take off the span N V: 1 for the distance from the oldest snapshot to the newest one.
+        neighbours: See `NEIGHBOURS`.
     """
-    units = list(size["ends"].values())
-    windows = [np.log(list(available(size, end, 1))) for end in units]
-    starts = np.cumsum([len(of) for of in windows])[:-1]
+    units, each = list(size["ends"].values()), list(zip(size["ends"].values(), intervals, strict=True))
+    windows = [np.log(list(available(size, end, interval))) for end, interval in each]
+    nats = [window_nats(size, end, interval) for end, interval in each]
+    lowest, starts = [lowest_mean(of) for of in nats], np.cumsum([len(of) for of in nats])[:-1]
 
     def exponents(losses_XS: np.ndarray) -> np.ndarray:
-        each = zip(windows, np.split(losses_XS, starts), strict=True)
-        spans_ES = np.exp([find_vertices(x, losses_WS, NEIGHBOURS)[0] for x, losses_WS in each]) - less
+        of_ends = zip(windows, np.split(losses_XS, starts), lowest, strict=True)
+        best_ES = np.exp([find_vertices(x, losses_WS, at, neighbours)[0] for x, losses_WS, at in of_ends])
+        spans_ES = (best_ES - less) * np.array(intervals)[:, None]
         return np.polyfit(np.log(units), np.log(spans_ES), 1)[0]
 
-    nats_XSD = np.concatenate([window_nats(size, end) for end in units])
-    return statistic_over_documents(exponents, nats_XSD, size["document_tokens"]).interval()
+    return statistic_over_documents(exponents, np.concatenate(nats), size["document_tokens"]).interval()
+
+
+def format_growth(size: Mapping[str, Any]) -> str:
+    """Format the power of the tokens with which the best span grows: N V, (N - 1) V, and N V at a growing interval."""
+    fixed = (1,) * len(size["ends"])
+    growing = tuple(end // min(size["ends"].values()) for end in size["ends"].values())
+    ways = {
+        "N V": (fixed, 0),
+        "(N − 1) V, from the oldest snapshot to the newest": (fixed, 1),
+        f"N V where V grows with the tokens (V × {', '.join(map(str, growing))})": (growing, 0),
+    }
+    lines = []
+    for name, (intervals, less) in ways.items():
+        first, *others = (format_power(growth(size, intervals, less, n)) for n in NEIGHBOURS)
+        lines.append(f"{name}: {first} (other fits {' and '.join(others)})")
+    return "; ".join(lines)
 
 
 def report(results: dict[str, Any]) -> str:
@@ -141,11 +162,7 @@ def report(results: dict[str, Any]) -> str:
     coarser = [f"V × {i}" for i in INTERVALS[1:]]
     header = ["size", "tokens", "best N", "raw − best", "equal to it", "best span N V, share of the tokens"]
     rules = "; ".join(recommended_span(name, size) for name, size in results["sizes"].items())
-    grown = [
-        f"- {name}: N V as the tokens to the power {format_power(growth(size))}; (N − 1) V, from the oldest snapshot "
-        f"to the newest, to the power {format_power(growth(size, 1))}."
-        for name, size in results["sizes"].items()
-    ]
+    grown = [f"- {name}: {format_growth(size)}." for name, size in results["sizes"].items()]
     return "\n\n".join(
         [
             pages.format_table(header, rows),
@@ -162,8 +179,9 @@ def report(results: dict[str, Any]) -> str:
             "Cost of fewer snapshots over the same span N V, a quarter of the tokens (nats, positive: worse than those "
             "at the finest interval):",
             pages.format_table(["size", "tokens", *coarser], fewer),
-            "Growth of the best span with the tokens of one run, from these three nested lengths; intervals over seeds "
-            "and documents:\n\n" + "\n".join(grown),
+            "The power of the tokens with which the best span grows, from these three nested lengths of one run, over "
+            f"seeds and documents; the fit has {NEIGHBOURS[0]} windows on either side of the best one, the others "
+            f"{' and '.join(map(str, NEIGHBOURS[1:]))}:\n\n" + "\n".join(grown),
         ]
     )
 
@@ -215,8 +233,13 @@ def describe_fewer(size: Mapping[str, Any], end: int) -> list[str]:
 
 def describe_spans(size: Mapping[str, Any], end: int) -> str:
     """Return the best span at every interval that has means of up to 8 snapshots, as shares of the tokens."""
-    each = [best_span(size, end, interval) for interval in INTERVALS if 8 in available(size, end, interval)]
-    return ", ".join(pages.format_percent_interval(span) for span in each)
+    each = []
+    for interval in INTERVALS:
+        if 8 in (windows := available(size, end, interval)):
+            is_at_edge = lowest_mean(window_nats(size, end, interval)) in (0, len(windows) - 1)
+            span = pages.format_percent_interval(best_span(size, end, interval))
+            each.append(f"{span} (edge)" if is_at_edge else span)
+    return ", ".join(each)
 
 
 def recommended_span(name: str, size: Mapping[str, Any]) -> str:
@@ -231,9 +254,11 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     for name, size in results["sizes"].items():
         first, last = size["ends"]["a quarter"], size["ends"]["all"]
         spans.append(f"{name}: {pages.format_percent_interval(best_span(size, last))}")
+        fixed = (1,) * len(size["ends"])
         powers.append(
-            f"{name}: the best span grows as the tokens to the power {format_power(growth(size))} as N × V, and "
-            f"{format_power(growth(size, 1))} from the oldest snapshot to the newest"
+            f"{name}: with a fixed interval, the best span grows as the tokens to the power "
+            f"{format_power(growth(size, fixed))} as N × V, and {format_power(growth(size, fixed, 1))} from the oldest "
+            "snapshot to the newest"
         )
         texts = available(size, first, 1)
         early = difference(size, texts[max(texts)], RAW.text, first).interval()

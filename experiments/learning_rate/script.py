@@ -15,7 +15,7 @@ from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.parabola import find_vertices
+from pma_jax.studies.parabola import find_vertices, lowest_mean
 from pma_jax.studies.planned import Branch, Plan, PlannedEvaluation, PlannedRun, get_by_seed
 from pma_jax.studies.statistics import (
     MeanEstimate,
@@ -126,15 +126,18 @@ def log_rates(size: Mapping[str, Any]) -> np.ndarray:
 def at_best_rate(size: Mapping[str, Any], axis: int, first: str, second: str = "") -> MeanEstimate:
     """Estimate log2 of a model's best rate (axis 0) or its loss there (axis 1), or the difference of two models' ones.
 
-    The best rate of each seed is where a parabola through three rates is lowest: those around the lowest mean loss.
+    The best rate of each seed is where a parabola through three rates is lowest: those around the lowest mean loss, of
+    two models around that of both, so that their fits do not differ by their points.
     """
     names = [first, *([second] if second else [])]
+    nats_NRSD, x = np.array([nats_of(size, name) for name in names]), log_rates(size)
+    lowest = lowest_mean(nats_NRSD.mean(axis=0))
 
     def statistic(losses_NRS: np.ndarray) -> np.ndarray:
-        of_first, *rest = (find_vertices(log_rates(size), losses_RS)[axis] for losses_RS in losses_NRS)
+        of_first, *rest = (find_vertices(x, losses_RS, lowest)[axis] for losses_RS in losses_NRS)
         return of_first - rest[0] if rest else of_first
 
-    return statistic_over_documents(statistic, [nats_of(size, name) for name in names], document_tokens(size))
+    return statistic_over_documents(statistic, nats_NRSD, document_tokens(size))
 
 
 def gains(size: Mapping[str, Any], merge: str, end: int) -> np.ndarray | None:
@@ -205,8 +208,9 @@ def format_best_rates(size: Mapping[str, Any]) -> str:
     lines = []
     for model in MODELS:
         center, low, high = (f"`{2**x:.2g}`" for x in interval_of(at_best_rate(size, 0, model).interval()))
-        losses_RS = nats_of(size, model).sum(axis=2) / sum(document_tokens(size))
-        loss = pages.format_mean(find_vertices(log_rates(size), losses_RS)[1].tolist())
+        nats_RSD = nats_of(size, model)
+        losses_RS = nats_RSD.sum(axis=2) / sum(document_tokens(size))
+        loss = pages.format_mean(find_vertices(log_rates(size), losses_RS, lowest_mean(nats_RSD))[1].tolist())
         name = "raw" if model == RAW.text else model
         lines.append(f"- {name}: {center} [{low}, {high}], loss {loss}")
     for first, second in (("merged", RAW.text), ("annealed", "merged")):
@@ -217,8 +221,8 @@ def format_best_rates(size: Mapping[str, Any]) -> str:
     difference = pages.format_interval(at_best_rate(size, 1, "merged", "annealed").interval())
     return (
         "Best rate of each model, where a parabola through the losses of each seed at the three rates around the "
-        "lowest mean is lowest (geometric mean over seeds; the loss there has its interval over seeds), and the "
-        "ratios of those of the same seed:\n\n"
+        "lowest mean is lowest (geometric mean over seeds; the loss there has its interval over seeds). Two models are "
+        "compared on the same seed, at the three rates around the lowest mean of both:\n\n"
         + "\n".join(lines)
         + f"\n\nMerged less annealed, each at its own best rate: {difference} nats."
     )

@@ -100,6 +100,8 @@ def names_with_workers(results: dict[str, Any]) -> list[str]:
 def describe_remaining(results: dict[str, Any], name: str) -> str:
     """Say what averaging over workers gains, and how much of it is left once snapshots are merged in time."""
     gain = gain_across(results, name).interval()
+    if gain.high < 0:
+        return f"averaging over workers loses {pages.format_size(gain)} nats"
     if gain.low <= 0:
         return "averaging over workers does not clearly gain"
     left = gain_across(results, name, merged=True)

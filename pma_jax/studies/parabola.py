@@ -32,22 +32,27 @@ def find_vertex(x: ArrayLike, y: ArrayLike, neighbours: int = 1) -> Vertex:
     return Vertex(*_fit(positions[near], values[near], positions[lowest]), False)
 
 
-def find_vertices(x: ArrayLike, losses_XS: ArrayLike, neighbours: int = 1) -> np.ndarray:
+def find_vertices(x: ArrayLike, losses_XS: ArrayLike, lowest: int, neighbours: int = 1) -> np.ndarray:
     """Return the vertex of each seed's curve: its positions and its values, [2, S].
 
-    All parabolas are fitted to the same points, those around the lowest mean over seeds, so that the vertices change
-    smoothly with the losses. A curve that has no minimum between these points has its lowest one there.
+    All parabolas are fitted to the same points, those around `lowest`, so that the vertices change smoothly with the
+    losses. A curve that has no minimum between these points has its lowest one there.
 
     Args:
         x: Positions, as those of `find_vertex`.
         losses_XS: The values there, of each seed.
+        lowest: Index of the position with the lowest mean (`lowest_mean`).
         neighbours: As those of `find_vertex`.
     """
     positions, losses = np.asarray(x, np.float64), np.asarray(losses_XS, np.float64)
-    lowest = int(losses.mean(axis=1).argmin())
     near = slice(max(lowest - neighbours, 0), lowest + neighbours + 1)
     vertices = [_fit(positions[near], values, positions[lowest]) for values in losses[near].T]
     return np.transpose(vertices)
+
+
+def lowest_mean(nats_XSD: ArrayLike) -> int:
+    """Return the index of the lowest mean over seeds of losses that are summed over documents."""
+    return int(np.asarray(nats_XSD, np.float64).sum(axis=-1).mean(axis=-1).argmin())
 
 
 def _fit(positions: np.ndarray, values: np.ndarray, center: float) -> tuple[float, float]:

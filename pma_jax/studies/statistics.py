@@ -190,7 +190,8 @@ def estimate_from_draws(values_NS: ArrayLike, documents: int) -> MeanEstimate:
     """Estimate the mean over seeds of a statistic that is not smooth, such as one of ranks, by the bootstrap.
 
     Seeds and documents are resampled separately, as by `estimate_over_documents`; the variance of their interaction is
-    in both, so that the error is rather too large.
+    in both. Where seeds share something, such as a truth that is the mean of the others, the part over seeds is too
+    small: on rankings both about cancel.
 
     Args:
         values_NS: The statistic of each seed; row 0 on all documents, the others each on a draw (`draw_documents`).

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pma_jax.studies.parabola import find_vertex, find_vertices
+from pma_jax.studies.parabola import find_vertex, find_vertices, lowest_mean
 
 GRID = np.linspace(-3, 3, 7)
 
@@ -32,6 +32,8 @@ def test_an_edge_is_said_and_its_point_returned():
 def test_each_seed_has_the_vertex_of_its_own_parabola_around_the_lowest_mean():
     centers = np.array([-0.3, 0.0, 0.4])
     losses = 0.5 * (GRID[:, None] - centers) ** 2 + [1.0, 2.0, 3.0]
-    np.testing.assert_allclose(find_vertices(GRID, losses), [centers, [1.0, 2.0, 3.0]], atol=1e-9)
+    lowest = lowest_mean(losses[:, :, None] * [0.5, 0.5])
+    assert GRID[lowest] == 0
+    np.testing.assert_allclose(find_vertices(GRID, losses, lowest), [centers, [1.0, 2.0, 3.0]], atol=1e-9)
     far = 0.5 * (GRID[:, None] - np.array([-0.9, -0.3, 0.4, 2.1])) ** 2
-    assert find_vertices(GRID, far)[0, -1] == 1.0, "no minimum near the lowest mean: its lowest point there"
+    assert find_vertices(GRID, far, lowest)[0, -1] == 1.0, "no minimum near the lowest mean: its lowest point there"

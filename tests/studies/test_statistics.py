@@ -100,7 +100,7 @@ def test_a_statistic_over_documents_is_the_difference_where_it_is_one_and_covers
         vertices = 2 + 0.1 * rng.normal(size=(6, 1)) + 0.4 * rng.normal(size=30)
         losses = 1.3 + 0.1 * (x[:, None, None] - vertices) ** 2
         estimate = statistics.statistic_over_documents(
-            lambda losses: find_vertices(x, losses)[0], losses * 1000, np.full(30, 1000)
+            lambda losses: find_vertices(x, losses, 2)[0], losses * 1000, np.full(30, 1000)
         )
         intervals.append(estimate.interval())
     assert 0.91 <= covered(intervals, 2.0) <= 0.99
