@@ -11,9 +11,10 @@ from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, judge
+from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, find_not_worse, judge
 
 Cell = tuple[str, str, str]  # a contender, a group of its models, and a horizon
+NOT_SHOWN = "not shown"  # the verdict where neither a difference nor equality is
 
 
 def report(results: dict[str, Any]) -> str:
@@ -68,6 +69,21 @@ def judge_all(size: dict[str, Any], margin: float) -> dict[Cell, str]:
     return dict(zip(every, judge([less_target(size, *cell) for cell in every], margin), strict=True))
 
 
+def not_worse_cells(size: dict[str, Any], margin: float) -> list[Cell]:
+    """List the models that are not higher than the target by the margin, all cells together; `find_not_worse`."""
+    every = cells(size)
+    found = find_not_worse([less_target(size, *cell) for cell in every], margin)
+    return [cell for cell, is_not_worse in zip(every, found, strict=True) if is_not_worse]
+
+
+def describe_not_worse(size: dict[str, Any], margin: float) -> str:
+    """Name the contenders without a horizon that have a model that is not worse than the target at all horizons."""
+    passed, horizons = not_worse_cells(size, margin), list(size["ends"])
+    models = dict.fromkeys((rival, group) for rival, group, _ in cells(size) if rival != PARTIAL)
+    found = [f"{rival} ({group})" for rival, group in models if all((rival, group, h) in passed for h in horizons)]
+    return f"Not worse at all horizons, of those without one: {', '.join(found) or 'none'}."
+
+
 def best_group(size: dict[str, Any], rival: str, horizon: str, without: tuple[str, ...] = ()) -> str:
     """Return the group of a contender's models with the lowest loss on the part `select`, on the tuning seeds."""
     losses = size["rivals"][rival][horizon]["select"]
@@ -109,9 +125,11 @@ def describe_targets(size: dict[str, Any]) -> str:
 
 def format_differences(size: dict[str, Any], margin: float) -> str:
     """Format the difference of every contender's models from the target at each horizon, and what it shows."""
-    verdicts = judge_all(size, margin)
+    verdicts, not_worse = judge_all(size, margin), not_worse_cells(size, margin)
     rows: dict[tuple[str, str], list[str]] = {}
     for (rival, group, horizon), verdict in verdicts.items():
+        if verdict == NOT_SHOWN and (rival, group, horizon) in not_worse:
+            verdict = "not worse"
         chosen = "" if group == MODEL else f" ({size['rivals'][rival][horizon]['chosen'][group]})"
         interval = pages.format_interval(less_target(size, rival, group, horizon).interval())
         row = rows.setdefault((rival, group), [title(rival), group])
@@ -127,7 +145,8 @@ def format_differences(size: dict[str, Any], margin: float) -> str:
         + "\n\nNats per token, with 95% intervals over seeds and documents; negative: lower than the annealing. All "
         "cells are tested together, once for a difference and once for equality "
         f"within {margin:g} nats, each with at most 5% false findings (Benjamini and Hochberg); a cell that passes "
-        f"both tests is called equal. In {wide} of {len(verdicts)} cells the 90% "
+        "both tests is called equal, and one that passes neither, but is shown not to be higher by the margin, not "
+        f"worse. {describe_not_worse(size, margin)} In {wide} of {len(verdicts)} cells the 90% "
         f"interval is wider than ±`{margin:g}`, so that equality cannot be shown. The state is what training holds "
         "in memory: 3 times the parameters with AdamW, and the block mean with the two contenders that keep one; a "
         "merge of N snapshots reads N models from the disk, after training. Steps are timed in turn, all at the batch "
@@ -218,21 +237,24 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     """Summarize the contender with the lowest loss on the text and seeds of the choice, and the constant rate."""
     margin, found, effects = results["made"]["margin"], [], []
     for name, size in results["sizes"].items():
-        verdicts = judge_all(size, margin)
-        for rival in dict.fromkeys([by_select(size)[0], CONSTANT]):
+        verdicts, not_worse = judge_all(size, margin), not_worse_cells(size, margin)
+        firsts = [by_select(of)[0] for of in results["sizes"].values()]
+        for rival in dict.fromkeys([*firsts, CONSTANT]):
             groups = {horizon: best_group(size, rival, horizon) for horizon in size["ends"]}
             model = f"{rival} ({', then '.join(dict.fromkeys(groups.values()))})"
-            at = [f"{verdicts[rival, group, horizon]} at {horizon}" for horizon, group in groups.items()]
-            found.append(f"{name}: {model}: {', '.join(at)}")
+            at = [f"{verdicts[rival, group, h]} at {'the end' if h == 'all' else h}" for h, group in groups.items()]
+            passes = all((rival, group, horizon) in not_worse for horizon, group in groups.items())
+            found.append(f"{name}: {model}: {', '.join(at)}{'; not worse at all three' if passes else ''}")
             each = [pages.format_interval(less_target(size, rival, group, h).interval()) for h, group in groups.items()]
             effects.append(f"{name}: {model}: {', '.join(each)} nats")
     return IndexRow(
         13,
         "Without a fixed horizon, is there at any time a model as good as one that was annealed for that time?",
         "PMA, Fig. 3: merged is comparable to annealed; schedule-free, 2602.03702: no horizon is needed",
-        "the best contender (chosen on other seeds and text) and the constant rate, against the best annealing of "
-        f"AdamW that was searched (equal: within {margin:g} nats): {'; '.join(found)}",
-        f"its loss less the annealed, at a quarter, half and all: {'; '.join(effects)}",
+        "the best contender of each size (chosen on other seeds and text) and the constant rate, against the best "
+        f"annealing of AdamW that was searched (equal: within {margin:g} nats; not worse: not higher by that): "
+        f"{'; '.join(found)}",
+        f"its loss less the annealed, at a quarter, half and the end: {'; '.join(effects)}",
     )
 
 

@@ -50,11 +50,14 @@ class MeanEstimate:
 
         It is below 0.05 exactly if the 90% interval lies within -margin and margin.
         """
+        is_not_above = scipy.stats.t.sf(self._t(-margin), self.degrees_of_freedom)
+        return max(float(is_not_above), self.excess_p_value(margin))
+
+    def excess_p_value(self, margin: float) -> float:
+        """Return the p-value of the hypothesis that the truth is `margin` or more: the test of non-inferiority."""
         if not margin > 0:
             raise UserError(f"the margin of equivalence must be above 0, not {margin}")
-        is_not_above = scipy.stats.t.sf(self._t(-margin), self.degrees_of_freedom)
-        is_not_below = scipy.stats.t.cdf(self._t(margin), self.degrees_of_freedom)
-        return float(max(is_not_above, is_not_below))
+        return float(scipy.stats.t.cdf(self._t(margin), self.degrees_of_freedom))
 
     def _t(self, truth: float) -> float:
         difference = self.mean - truth
@@ -266,6 +269,11 @@ def find_equal(estimates: Sequence[MeanEstimate], margin: float, false_discovery
     As for `find_clear`, of those that it returns on average at most the given share is not.
     """
     return _reject([estimate.equivalence_p_value(margin) for estimate in estimates], false_discovery_rate)
+
+
+def find_not_worse(estimates: Sequence[MeanEstimate], margin: float, false_discovery_rate: float = 0.05) -> list[bool]:
+    """Return which losses are not higher than what they are compared with by `margin`, as `find_clear` does."""
+    return _reject([estimate.excess_p_value(margin) for estimate in estimates], false_discovery_rate)
 
 
 def judge(estimates: Sequence[MeanEstimate], margin: float) -> list[str]:

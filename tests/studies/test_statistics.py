@@ -162,6 +162,17 @@ def test_clear_findings_have_few_false_ones_among_them():
     assert found == [last >= 0 and p <= ranked[last] for p in p_values], "Benjamini and Hochberg's step-up procedure"
 
 
+def test_a_loss_is_not_worse_where_the_one_sided_test_says_so():
+    x = np.array([-0.02, 0.001, -0.006, -0.011, 0.002, -0.004])
+    estimate = statistics.paired_estimate(x, np.zeros(6))
+    expected = scipy.stats.ttest_1samp(x, 0.003, alternative="less").pvalue
+    assert estimate.excess_p_value(0.003) == pytest.approx(expected, rel=1e-9)
+    assert estimate.equivalence_p_value(0.003) > estimate.p_value() / 2 > expected
+    assert statistics.find_not_worse([estimate, statistics.paired_estimate(-x, np.zeros(6))], 0.003) == [True, False]
+    with pytest.raises(UserError, match="margin"):
+        estimate.excess_p_value(0)
+
+
 def test_equal_findings_have_few_false_ones_among_them():
     rng, false, equal = np.random.default_rng(8), [], 0
     for _ in range(300):
