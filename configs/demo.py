@@ -10,6 +10,7 @@ from pma_jax import config
 
 def get_config() -> ml_collections.ConfigDict:
     c = config.defaults()
+    c.data.package = "stdlib-without-tests"
     c.model.width = 96
     c.model.layers = 3
     c.model.heads = 3

@@ -191,7 +191,8 @@ def _format_finding(report: Report) -> str:
     cost = f"the {report['tokens_saved'] / 1e6:.2f}M tokens of the annealing branch"
     if best["recovered_share"] is None:
         return f"{merged}; annealing, with {cost}, ends at {annealed:.4f}."
-    return f"{merged}: {best['recovered_share']:.0%} of what annealing gains ({annealed:.4f}), without {cost}."
+    less = f"{best['loss'] - annealed:+.4f} nats from the annealed {annealed:.4f}"
+    return f"{merged}, {less} ({best['recovered_share']:.0%} of its gain), without {cost}."
 
 
 def _select_fields(merge: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -58,7 +58,7 @@ def test_recovered_shares_equal_values_computed_by_hand(pair):
         "final_rate": 0.0,
     }
     assert report["notes"] == []
-    assert "80% of what annealing gains" in report["finding"] and "1.20M tokens" in report["finding"]
+    assert "+0.0200 nats from the annealed" in report["finding"] and "1.20M tokens" in report["finding"]
 
 
 def test_previews_are_compared_with_the_raw_loss_at_the_same_tokens(pair):
