@@ -49,13 +49,15 @@ def against_mean_loss(
     }
 
 
-def judge_rankings(size: Mapping[str, Any]) -> dict[tuple[float, str], tuple[str, float]]:
+def judge_rankings(estimates: Mapping[tuple[float, str], MeanEstimate]) -> dict[tuple[float, str], tuple[str, float]]:
     """Judge whether the tau of each forecast is "better" or "worse" than that of `MEAN_LOSS`, or "not shown".
+
+    Args:
+        estimates: From `against_mean_loss`.
 
     Returns:
         {forecast: (verdict, p-value after Benjamini and Hochberg's correction)}.
     """
-    estimates = against_mean_loss(size, rankings_of(size))
     corrected = scipy.stats.false_discovery_control([one.p_value() for one in estimates.values()]).tolist()
     verdicts = ["better" if one.mean > 0 else "worse" for one in estimates.values()]
     return {
@@ -72,7 +74,8 @@ def describe_tau(size: Mapping[str, Any], tau_NS: np.ndarray) -> str:
 def format_rankings(size: Mapping[str, Any]) -> str:
     """Format how well rankings are forecast."""
     rankings, rows = rankings_of(size), []
-    differences, verdicts = against_mean_loss(size, rankings), judge_rankings(size)
+    differences = against_mean_loss(size, rankings)
+    verdicts = judge_rankings(differences)
     for (share, name), judged in rankings.items():
         tau = describe_tau(size, judged.tau)
         less_raw = "" if name == MEAN_LOSS else pages.format_interval(differences[share, name].interval(), 2)
@@ -186,7 +189,8 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     """Summarize the rankings by means of points, and the forecast of the annealed loss."""
     verdicts, effects = [], []
     for name, size in results["sizes"].items():
-        differences, said = against_mean_loss(size, rankings_of(size)), judge_rankings(size)
+        differences = against_mean_loss(size, rankings_of(size))
+        said = judge_rankings(differences)
         each = [f"{said[share, 'sma'][0]} at {share:.0%}" for share in (*SHARES, 1.0)]
         verdicts.append(
             f"{name}: rankings of {len(size['sweep'])} settings by means of the newest snapshots of a part of the run, "

@@ -111,7 +111,9 @@ def best_span(size: Mapping[str, Any], end: int, interval: int = 1) -> MeanInter
     ).interval()
 
 
-def growth(size: Mapping[str, Any], intervals: Sequence[int], less: int = 0, neighbours: int = 2) -> MeanInterval:
+def growth(
+    size: Mapping[str, Any], intervals: Sequence[int], less: int = 0, neighbours: int = NEIGHBOURS[0]
+) -> MeanInterval:
     """Estimate the exponent p of the best span against the tokens trained, span = tokens^p, over seeds and documents.
 
     Args:
