@@ -147,6 +147,8 @@ def format_growth(size: Mapping[str, Any]) -> str:
     }
     lines = []
     for name, (intervals, less) in ways.items():
+        if not all(available(size, *each) for each in zip(size["ends"].values(), intervals, strict=True)):
+            continue  # a short run has no means at its coarse intervals
         first, *others = (format_power(growth(size, intervals, less, n)) for n in NEIGHBOURS)
         lines.append(f"{name}: {first} (other fits {' and '.join(others)})")
     return "; ".join(lines)
