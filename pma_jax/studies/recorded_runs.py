@@ -5,7 +5,7 @@ Numbers that an experiment read of the snapshots are recorded too. What it reads
 evaluated, trains the run again.
 
 The file is gzipped JSON lines, sorted by key, one `RecordedRun` per finished or diverged run. Losses are rounded to
-`study.DECIMALS`.
+`study.DECIMALS`. Paths in the cache, such as that of the run from which another was forked, are relative to it.
 
 Command:   python -m pma_jax.studies.recorded_runs runs/science experiments/recorded_runs.jsonl.gz
            (adds the runs of the cache to the file; an experiment reads the file into its cache by itself)
@@ -27,11 +27,13 @@ from pma_jax.evaluation.trajectory import LOSSES_FILE_NAME, LossesByDigest
 from pma_jax.runs.directory import RunMetadata
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import parse_json, read_json
+from pma_jax.storage.paths import absolute_path
 from pma_jax.studies import run_cache
 from pma_jax.studies.estimate import PROBE_SEED
 from pma_jax.studies.study import DECIMALS
 
 MAX_BYTES = 2**30  # of the uncompressed file
+CACHE = "CACHE/"  # stands at the beginning of a path in the cache
 _KEY = re.compile(r"[0-9a-f]{16}")  # of an entry: it becomes the name of a folder
 
 
@@ -83,12 +85,13 @@ def read_into_cache(path: Path, cache: Path) -> int:
     Raises:
         UserError: The file is corrupt.
     """
-    created = 0
+    created, root = 0, f"{absolute_path(cache)}/"
     for run in read_file(path):  # all lines are checked before the first entry is created
         entry = epath.Path(cache) / run["key"]
         if entry.exists():
             continue
-        files = {"config.json": run["config"], "run.json": run["metadata"], LOSSES_FILE_NAME: run["losses"]}
+        config, metadata = (_replace_prefix(part, CACHE, root) for part in (run["config"], run["metadata"]))
+        files = {"config.json": config, "run.json": metadata, LOSSES_FILE_NAME: run["losses"]}
         (entry / "run").mkdir(parents=True)
         for name, content in files.items():
             atomic.write_text(entry / "run" / name, json.dumps(content, indent=1) + "\n")
@@ -134,12 +137,13 @@ def _record(entry: Path) -> RecordedRun | None:
     config = read_json(folder / "config.json", dict[str, dict[str, Any]])
     if config["training"]["seed"] >= PROBE_SEED:  # its speed is that of this machine
         return None
+    root = f"{absolute_path(entry.parent)}/"
     losses_path, cost_path = folder / LOSSES_FILE_NAME, entry / run_cache.EVALUATED
     stored = read_json(losses_path, LossesByDigest, allow_nan=True) if losses_path.exists() else {}
     recorded: RecordedRun = {
         "key": entry.name,
-        "config": config,
-        "metadata": read_json(folder / "run.json", RunMetadata),
+        "config": _replace_prefix(config, root, CACHE),
+        "metadata": _replace_prefix(read_json(folder / "run.json", RunMetadata), root, CACHE),
         "trained": trained,
         "evaluated": read_json(cost_path, dict[str, float]) if cost_path.exists() else {"seconds": 0.0, "tokens": 0},
         "losses": {
@@ -150,6 +154,15 @@ def _record(entry: Path) -> RecordedRun | None:
     if (path := entry / run_cache.READINGS).exists():
         recorded["readings"] = read_json(path, run_cache.Readings)
     return recorded
+
+
+def _replace_prefix(part: Any, old: str, new: str) -> Any:
+    """Replace the beginning `old` of all strings of a JSON object by `new`."""
+    if isinstance(part, dict):
+        return {key: _replace_prefix(value, old, new) for key, value in part.items()}
+    if isinstance(part, list):
+        return [_replace_prefix(value, old, new) for value in part]
+    return new + part.removeprefix(old) if isinstance(part, str) and part.startswith(old) else part
 
 
 def main() -> None:

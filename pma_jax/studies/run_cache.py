@@ -13,12 +13,14 @@ An entry may hold the losses of a run that was trained on another machine, witho
 
 A machine second is a second of all cores: a process that has half of them takes half of one per second.
 
-The key of a run is the digest of its configuration. The key of a fork is a digest of its parent's key, the tokens of
-the fork, its initial weights and its own configuration. No key depends on the path of the cache, so a cache can be
-moved, and caches that were filled on several machines can be combined.
+The key of a run is the digest of its configuration, in which initial weights that are in the cache are named by their
+path in it. The key of a fork is a digest of its parent's key, the tokens of the fork, its initial weights and its own
+configuration. No key depends on the path of the cache, so a cache can be moved, and caches that were filled on several
+machines can be combined.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -72,7 +74,7 @@ def get_or_train(cache: epath.PathLike, config: Config) -> Run:
         DivergenceError: The run diverged, now or earlier.
         UserError: As for `train`.
     """
-    return _train_entry(absolute_path(cache) / configuration.digest(config), config)
+    return _train_entry(absolute_path(cache) / run_key(cache, config), config)
 
 
 def get_or_fork(
@@ -115,7 +117,7 @@ def get_even_if_diverged(
     Raises:
         UserError: As for `train`.
     """
-    entry, error = absolute_path(cache) / (key or configuration.digest(config)), ""
+    entry, error = absolute_path(cache) / (key or run_key(cache, config)), ""
     try:
         return _train_entry(entry, config, start), error
     except DivergenceError as diverged:
@@ -146,6 +148,13 @@ def get_or_merge(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
     return read_snapshot(hosts.broadcast_from_first(write))
 
 
+def run_key(cache: epath.PathLike, config: Config) -> str:
+    """Return the cache key of the run of a configuration."""
+    start_from = config.training.start_from.removeprefix(f"{absolute_path(cache)}/")
+    training = dataclasses.replace(config.training, start_from=start_from)
+    return configuration.digest(dataclasses.replace(config, training=training))
+
+
 def entry_key(cache: epath.PathLike, run: Run) -> str:
     """Return the cache key of a run; for a run outside the cache, its config digest and path."""
     if run.path.parent.parent == absolute_path(cache):
@@ -155,12 +164,12 @@ def entry_key(cache: epath.PathLike, run: Run) -> str:
 
 def find(cache: epath.PathLike, config: Config) -> Run | None:
     """Return the finished run of `config`, without training; None if there is none."""
-    return _find_entry(absolute_path(cache) / configuration.digest(config))
+    return _find_entry(absolute_path(cache) / run_key(cache, config))
 
 
 def has_diverged(cache: epath.PathLike, config: Config) -> bool:
     """Return whether the training of `config` diverged."""
-    return bool(_divergence(absolute_path(cache) / configuration.digest(config)))
+    return bool(_divergence(absolute_path(cache) / run_key(cache, config)))
 
 
 def find_fork(
@@ -276,7 +285,7 @@ def _add(cost: dict[str, float] | None, spent: dict[str, float]) -> dict[str, fl
 
 def _fork_key(cache: epath.PathLike, source: Run, at_tokens: int, config: Config, weights: Snapshot | None) -> str:
     state_tokens = at_tokens if has_losses_only(source) else fork.state_at(source, at_tokens).tokens
-    parts = [entry_key(cache, source), state_tokens, _weights_key(weights), configuration.digest(config)]
+    parts = [entry_key(cache, source), state_tokens, _weights_key(weights), run_key(cache, config)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

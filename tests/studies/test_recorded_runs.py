@@ -59,6 +59,21 @@ def test_recorded_runs_are_not_trained_again(study, elsewhere, monkeypatch):
         losses(elsewhere, TRUNK, Cell("sma", 3))
 
 
+def test_recorded_paths_are_those_of_the_cache_that_reads_them(study, tmp_path):
+    merged = study.merge(TRUNK.get(study), Cell("sma", 2), 16)
+    started = dataclasses.replace(TRUNK, changes=(f"training.start_from={merged.path}", "training.seed=5"))
+    started.complete(study)
+    path = tmp_path / "recorded_runs.jsonl.gz"
+    recorded_runs.add_to_file(study.cache, path)
+    assert str(study.cache) not in gzip.decompress(path.read_bytes()).decode()
+    recorded_runs.read_into_cache(path, tmp_path / "cache")
+    elsewhere = dataclasses.replace(study, cache=tmp_path / "cache", runs_used={})
+    there = str(merged.path).replace(str(study.cache), str(elsewhere.cache))
+    run = dataclasses.replace(started, changes=(f"training.start_from={there}", "training.seed=5")).find(elsewhere)
+    assert run and run.config.training.start_from == there
+    assert BRANCH.get(elsewhere).metadata["forked_from"]["path"] == str(TRUNK.get(elsewhere).path)
+
+
 def test_readings_of_snapshots_are_recorded_and_their_lack_trains_again(study, elsewhere, tmp_path):
     wanted = dataclasses.replace(TRUNK, readings=("norm",))
     assert any(wanted.missing_tokens(elsewhere)) and not any(wanted.missing_tokens(study))

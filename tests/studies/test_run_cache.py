@@ -90,6 +90,23 @@ def test_cache_can_be_moved(cache, workspace, tmp_path, trained):
 
 
 @pytest.mark.slow
+def test_cache_of_a_run_that_starts_from_its_merge_can_be_moved(cache, workspace, tmp_path, trained):
+    def config_in(folder):
+        source = run_cache.get_or_train(folder, tiny.config(workspace))
+        merged = run_cache.get_or_merge(source, Cell("sma", 3), FORK)
+        return tiny.config(workspace, training__start_from=str(merged.path))
+
+    run = run_cache.get_or_train(cache, config_in(cache))
+    assert run.config.training.start_from.startswith(str(cache))
+    moved = shutil.copytree(cache, tmp_path / "moved")
+    trained.clear()
+    again = run_cache.get_or_train(moved, config_in(moved))
+    assert again.path.parent.name == run.path.parent.name and trained == []
+    outside = shutil.copytree(run.config.training.start_from, tmp_path / "elsewhere" / "merged")
+    assert run_cache.find(cache, tiny.config(workspace, training__start_from=str(outside))) is None
+
+
+@pytest.mark.slow
 def test_fork_may_start_from_a_merge(cache, workspace, trained):
     source = run_cache.get_or_train(cache, tiny.config(workspace))
     merged = run_cache.get_or_merge(source, Cell("wma", 3), FORK)
