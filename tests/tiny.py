@@ -53,7 +53,7 @@ def write_functions(folder: Path, documents: int = 200) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(documents):
         body = "\n".join(f"    x = x + {(i * 7 + j) % 10}" for j in range(4))
-        (folder / f"{i:04d}.txt").write_text(f'def f{i}(x):\n    """Adds {i}."""\n{body}\n    return x\n')
+        (folder / f"{i:04d}.txt").write_text(f'def f{i}(x):\n    """Adds {i} digits to x."""\n{body}\n    return x\n')
     return str(folder / "*.txt")
 
 

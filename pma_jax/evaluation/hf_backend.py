@@ -22,7 +22,7 @@ def score_directory(path: str, tasks: Mapping[str, Any], limit: int | None) -> T
     if hosts.process_index_and_count()[1] > 1:
         raise UserError(f"{path} is a Hugging Face model, which one process scores: leave out --distributed")
     harness = load_model(path)
-    return {"tasks": score(harness, tasks, limit), "truncated": harness.truncated}
+    return {"tasks": score(harness, tasks, limit, by_document=True), "truncated": harness.truncated}
 
 
 def load_model(path: str, softmax_dtype: str | None = None) -> Any:

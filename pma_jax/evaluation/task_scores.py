@@ -13,7 +13,9 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
+
+import numpy as np
 
 from pma_jax.config import Config
 from pma_jax.evaluation.snapshot_tokenizer import TextTokenizer
@@ -22,6 +24,7 @@ from pma_jax.evaluation.token_scores import MeshModel, run_on_mesh
 from pma_jax.runtime import hosts
 
 GOLD_BITS = "bits_per_byte_of_answer"
+WRONG_BITS = "bits_per_byte_of_wrong_answers"
 RAW_LABEL = "raw"  # what records call a model that is not merged
 _BOOTSTRAP_SAMPLES = 1000  # for the standard error of metrics that are no mean, such as perplexity
 
@@ -42,6 +45,9 @@ class TaskScore(TypedDict):
     documents: int  # that the model was asked about
     questions: str  # digest of the documents, prompts and right answers: scores with equal digests are comparable
     metrics: dict[str, Estimate]
+    # Of a task, not of a group: each metric that is a mean, and the bits of the wrong answers, for each document in the
+    # order in which all models are asked; None for documents that are left out of the mean.
+    by_document: NotRequired[dict[str, list[float | None]]]
 
 
 class TaskScores(TypedDict):
@@ -66,7 +72,11 @@ def load_on_first(
 
 
 def score_on_mesh(
-    model: MeshModel, tokenizer: TextTokenizer, tasks: Mapping[str, Any], limit: int | None = None
+    model: MeshModel,
+    tokenizer: TextTokenizer,
+    tasks: Mapping[str, Any],
+    limit: int | None = None,
+    by_document: bool = False,
 ) -> TaskScores:
     """Score a model on the mesh. Call in all processes; the first one runs lm-eval, and all return its scores.
 
@@ -75,19 +85,20 @@ def score_on_mesh(
         tokenizer: Its tokenizer.
         tasks: The tasks (`load_on_first`).
         limit: Number of documents of each task, from its first; None: all.
+        by_document: Whether to return the values of each document too.
     """
 
     def work() -> TaskScores:
         from pma_jax.evaluation.harness_model import HarnessModel
 
         harness = HarnessModel(model, tokenizer)
-        return {"tasks": score(harness, tasks, limit), "truncated": harness.truncated}
+        return {"tasks": score(harness, tasks, limit, by_document), "truncated": harness.truncated}
 
     return run_on_mesh(model, work)
 
 
-def score(harness: Any, tasks: Mapping[str, Any], limit: int | None) -> list[TaskScore]:
-    """Score a model of lm-eval (`lm_eval.api.model.LM`) on tasks and their groups."""
+def score(harness: Any, tasks: Mapping[str, Any], limit: int | None, by_document: bool = False) -> list[TaskScore]:
+    """Score a model of lm-eval (`lm_eval.api.model.LM`) on tasks and their groups; arguments as `score_on_mesh`."""
     from lm_eval import evaluator
 
     from pma_jax.evaluation.tasks.bits_per_byte import measure_gold_bits
@@ -113,8 +124,35 @@ def score(harness: Any, tasks: Mapping[str, Any], limit: int | None) -> list[Tas
                 is_higher_better=False,
             )
         if metrics:  # a group may aggregate nothing
-            scores.append(TaskScore(task=name, documents=documents, questions=_digest(samples), metrics=metrics))
+            scored = TaskScore(task=name, documents=documents, questions=_digest(samples), metrics=metrics)
+            if by_document and name in results["samples"]:
+                scored["by_document"] = _by_document(results["samples"][name], tasks["tasks"][name], metrics)
+            scores.append(scored)
     return scores
+
+
+def _by_document(
+    samples: Sequence[Mapping[str, Any]], task: Any, metrics: Mapping[str, Estimate]
+) -> dict[str, list[float | None]]:
+    """Return the values of each document of a task, as `TaskScore.by_document`."""
+    from pma_jax.evaluation.tasks import bits_per_byte
+
+    values: dict[str, list[float | None]] = {}
+    for metric, estimate in metrics.items():
+        name, _, filter_name = metric.partition("/")
+        logged = [sample.get(name) for sample in samples if sample["filter"] == (filter_name or "none")]
+        numbers = [float(value) for value in logged if isinstance(value, int | float | np.generic)]
+        # lm-eval also logs the terms of metrics that are no mean, such as a perplexity.
+        if (
+            logged
+            and len(numbers) == len(logged)
+            and math.isclose(math.fsum(numbers) / len(numbers), estimate["value"])
+        ):
+            values[metric] = [*numbers]
+    if task.OUTPUT_TYPE in bits_per_byte.SCORED_TYPES:
+        bits = bits_per_byte.measure_document_bits(samples, task)
+        values |= {GOLD_BITS: [one.gold for one in bits], WRONG_BITS: [one.wrong for one in bits]}
+    return values
 
 
 def _members(name: str, results: Mapping[str, Any]) -> list[str]:

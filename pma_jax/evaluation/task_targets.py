@@ -136,7 +136,8 @@ def _score(target: _Target, tasks: Mapping[str, Any], limit: int | None) -> Task
         return hf_backend.score_directory(target.path, tasks, limit)
     mesh = make_mesh(target.config.mesh)
     params = snapshots.restore_params(target.snapshot, abstract_params(target.snapshot.config.model, mesh))
-    return score_on_mesh(make_model(target.config, params, mesh), target.tokenizer, tasks, limit)
+    model = make_model(target.config, params, mesh)
+    return score_on_mesh(model, target.tokenizer, tasks, limit, by_document=True)
 
 
 def _record(snapshot: Snapshot, scores: TaskScores, settings: Mapping[str, Any]) -> None:

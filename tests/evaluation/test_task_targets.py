@@ -20,7 +20,7 @@ import tiny
 import pma_jax as pma
 from pma_jax.cli import main
 from pma_jax.config.errors import UserError
-from pma_jax.evaluation.task_scores import GOLD_BITS
+from pma_jax.evaluation.task_scores import GOLD_BITS, WRONG_BITS
 from pma_jax.evaluation.task_sweep import sweep_tasks
 from pma_jax.evaluation.task_targets import score_targets
 from pma_jax.runs.directory import open_run
@@ -76,6 +76,21 @@ def test_scores_are_records_of_the_run(run, tasks, capsys):
     }
     for record, line in zip(records, table[1:], strict=True):
         assert f"{record['value']:.4f}" in line and record["metric"] in line
+
+
+def test_each_document_has_its_values_in_the_order_of_the_questions(run, tasks):
+    whole, part = (score_targets([run.path], tasks, [], limit=limit)[0]["tasks"] for limit in (None, 3))
+    for score, first in zip(whole, part, strict=True):
+        of_each = score["by_document"]
+        for metric, values in of_each.items():
+            assert len(values) == score["documents"] and values[:3] == pytest.approx(first["by_document"][metric])
+            if metric in score["metrics"]:
+                assert np.mean(values) == pytest.approx(score["metrics"][metric]["value"])
+    choice = next(score for score in whole if score["task"] == "tiny_choice")["by_document"]
+    assert choice.keys() == {"acc", "acc_norm", GOLD_BITS, WRONG_BITS} and set(choice["acc"]) <= {0.0, 1.0}
+    # The answer with the fewest bits per byte is chosen: where it is right, the mean of the wrong ones is above it.
+    for is_right, right, wrong in zip(*(choice[name] for name in ("acc_norm", GOLD_BITS, WRONG_BITS)), strict=True):
+        assert right < wrong or not is_right
 
 
 def test_the_limit_and_the_accuracy_are_those_of_the_documents(run, tasks):

@@ -15,6 +15,16 @@ from typing import Any
 
 import numpy as np
 
+SCORED_TYPES = ("multiple_choice", "loglikelihood")  # of tasks that have gold answers
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentBits:
+    """The bits per byte of a document's answers."""
+
+    gold: float | None  # None if the gold answer is empty, unknown, or none of the choices
+    wrong: float | None  # mean over the other answers; None without any, or without a gold answer
+
 
 @dataclasses.dataclass(frozen=True)
 class GoldBits:
@@ -44,14 +54,24 @@ def measure_gold_bits(
         By name, for tasks of the types `multiple_choice` and `loglikelihood` and groups that have only such tasks.
     """
     bits = {
-        name: [_gold_bits(sample, tasks[name]) for sample in _one_filter(documents)]
-        for name, documents in samples.items()
-        if tasks[name].OUTPUT_TYPE in ("multiple_choice", "loglikelihood")
+        name: [document.gold for document in measure_document_bits(samples[name], tasks[name])]
+        for name in samples
+        if tasks[name].OUTPUT_TYPE in SCORED_TYPES
     }
     for group, members in (groups or {}).items():
         if members and all(member in bits for member in members):
             bits[group] = [value for member in members for value in bits[member]]
     return {name: _average(values) for name, values in bits.items()}
+
+
+def measure_document_bits(samples: Sequence[Mapping[str, Any]], task: Any) -> list[DocumentBits]:
+    """Compute the bits per byte of the answers of each document of a task of one of `SCORED_TYPES`.
+
+    Args:
+        samples: The samples of the task, as for `measure_gold_bits`.
+        task: The task.
+    """
+    return [_document_bits(sample, task) for sample in _one_filter(samples)]
 
 
 def _one_filter(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -66,22 +86,28 @@ def _average(bits_D: Sequence[float | None]) -> GoldBits:
     return GoldBits(float(known_D.mean()) if count else None, error, count, len(bits_D) - count)
 
 
-def _gold_bits(sample: Mapping[str, Any], task: Any) -> float | None:
-    """Return the bits per byte of a document's gold answer, or None if it has none to score."""
-    bits = []
-    for index in _gold_indices(sample, task):
-        context, continuation = sample["arguments"][index][:2]
-        text = context[len(context.rstrip()) :] + continuation
-        log_likelihood = sample["filtered_resps"][index][0]
-        if continuation:
-            bits.append(-float(log_likelihood) / (math.log(2) * len(text.encode())))
-    return min(bits, default=None)
+def _document_bits(sample: Mapping[str, Any], task: Any) -> DocumentBits:
+    golds, count = _gold_indices(sample, task)
+    bits = [_answer_bits(sample, index) for index in range(count)]
+    gold = [value for index, value in enumerate(bits) if index in golds and value is not None]
+    wrong = [value for index, value in enumerate(bits) if index not in golds and value is not None]
+    return DocumentBits(min(gold, default=None), sum(wrong) / len(wrong) if gold and wrong else None)
 
 
-def _gold_indices(sample: Mapping[str, Any], task: Any) -> list[int]:
-    """Return the indices of the gold answers among a document's requests, as lm-eval's `process_results` finds them."""
+def _answer_bits(sample: Mapping[str, Any], index: int) -> float | None:
+    """Return the bits per byte of an answer, or None if it is empty."""
+    context, continuation = sample["arguments"][index][:2]
+    text = context[len(context.rstrip()) :] + continuation
+    return -float(sample["filtered_resps"][index][0]) / (math.log(2) * len(text.encode())) if continuation else None
+
+
+def _gold_indices(sample: Mapping[str, Any], task: Any) -> tuple[list[int], int]:
+    """Return the indices of the gold answers among a document's requests, and the number of answers.
+
+    They are those that lm-eval's `process_results` finds.
+    """
     if task.OUTPUT_TYPE == "loglikelihood" and len(sample["arguments"]) == 1:
-        return [0]
+        return [0], 1
     gold, document = sample["target"], sample["doc"]
     if getattr(task, "multiple_input", 0):  # contexts differ, and the text says which is right
         choices, gold = task.doc_to_choice(document), task.doc_to_text(document)
@@ -91,4 +117,5 @@ def _gold_indices(sample: Mapping[str, Any], task: Any) -> list[int]:
         choices, gold = sample["arguments"], document.get("gold") if isinstance(document, Mapping) else None
     golds = gold if isinstance(gold, list) else [gold]
     golds = [choices.index(answer) if isinstance(answer, str) and answer in choices else answer for answer in golds]
-    return [int(index) for index in golds if isinstance(index, int | np.integer) and 0 <= index < len(choices)]
+    known = [int(index) for index in golds if isinstance(index, int | np.integer) and 0 <= index < len(choices)]
+    return known, len(choices)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pma_jax.evaluation.tasks.bits_per_byte import GoldBits, measure_gold_bits
+from pma_jax.evaluation.tasks.bits_per_byte import DocumentBits, GoldBits, measure_document_bits, measure_gold_bits
 
 
 def _task(output_type="multiple_choice", choices=("a", "b"), **keys):
@@ -120,3 +120,18 @@ def test_tasks_without_gold_continuations_are_absent():
 def test_the_class_of_lm_eval_with_choices_in_its_documents():
     samples = [_sample([("Q", " a"), ("Q", " b")], [8.0, 2 * math.log(2)], " b", document={"gold": 1})]
     assert _measure(samples, _task("loglikelihood")).bits_per_byte == pytest.approx(1.0)
+
+
+def test_wrong_answers_of_a_document_are_averaged():
+    pairs = [("Q", " a"), ("Q", " bbb"), ("Q", " c"), ("", " a")]
+    nats = np.array([2.0, 3.0, 5.0, 9.0])
+    measured = measure_document_bits([_sample(pairs, nats, 1)], _task(choices="abc"))
+    assert measured == [
+        DocumentBits(pytest.approx(3 / math.log(2) / 4), pytest.approx((2 / 2 + 5 / 2) / 2 / math.log(2)))
+    ]
+
+
+@pytest.mark.parametrize(("target", "pairs"), [(-100, [("Q", " a"), ("Q", " b")]), (0, [("Q", " a"), ("Q", "")])])
+def test_wrong_answers_are_left_out_without_a_gold_answer_or_text(target, pairs):
+    (measured,) = measure_document_bits([_sample(pairs, [1.0, 0.0], target)], _task())
+    assert measured.wrong is None and (measured.gold is None) == (target < 0)
