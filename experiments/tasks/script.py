@@ -46,7 +46,7 @@ TINY_TASKS = ("pma:docstring",)
 WINDOWS = (6, 8, 10, 12, 16)
 ACCURACY, MARGIN = "acc", "margin"
 METRICS = (GOLD_BITS, WRONG_BITS, ACCURACY)  # that are stored of each question; the margin is the second less the first
-NAMES = {
+METRIC_NAMES = {
     GOLD_BITS: "bits per byte of the right answer",
     MARGIN: "bits per byte, wrong answers less the right one",
     ACCURACY: "accuracy",
@@ -78,9 +78,9 @@ def runs(study: Study, size: str) -> dict[str, list[PlannedRun]]:
     return {model: [dataclasses.replace(run, readings=readings) for run in of] for model, of in planned.items()}
 
 
-def reading_name(study: Study, size: str, task: str, cell: Cell) -> str:
-    """Return the name by which the cache of runs has the scores of a merge on a task."""
-    return f"scores of {cell.text} on {task}, questions {VERSION}, text {text_digest(study, size)}"
+def reading_name(study: Study, size: str, what: str, cell: Cell) -> str:
+    """Return the name by which the cache of runs has scores of a merge on a task, or its number of cut sequences."""
+    return f"scores of {cell.text} on {what}, questions {VERSION}, text {text_digest(study, size)}"
 
 
 def text_digest(study: Study, size: str) -> str:
@@ -229,7 +229,7 @@ def format_scores(results: dict[str, Any], name: str) -> str:
             mark = "" if clear[task, metric, pair] else " (not shown)"
             cells.append(pages.format_interval(found[task, metric, pair].interval()) + mark)
         questions = str(values_SQ(results, name, UNMERGED, task, metric).shape[1])
-        rows.append([task, questions, NAMES[metric], format_level(raw), *cells])
+        rows.append([task, questions, METRIC_NAMES[metric], format_level(raw), *cells])
     header = ["task", "questions", "metric", "raw", *(f"{a} − {b}" for a, b in pairs)]
     return pages.format_table(header, rows) + (
         f"\n\nMerged: {size['merge']}, chosen by held-out loss on the part `select`. Annealed: a branch of the same "
@@ -290,7 +290,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         found.append(f"{name}: merged is better than raw in {', '.join(counts[:-1])}, and {counts[-1]}")
         for task, metric in [*listed[:1], *(one for one in listed if one[1] == ACCURACY)]:
             share = pages.format_percent_interval(ratio(results, name, task, metric).interval())
-            effects.append(f"{name}, {task}, {NAMES[metric]}: {share}")
+            effects.append(f"{name}, {task}, {METRIC_NAMES[metric]}: {share}")
     return IndexRow(
         14,
         "Does merging answer more questions?",
