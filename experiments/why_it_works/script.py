@@ -32,6 +32,7 @@ from pma_jax.merging import recipes
 from pma_jax.merging.averager import weighted_sum
 from pma_jax.runs.directory import Run
 from pma_jax.runs.integrity import named_leaves
+from pma_jax.studies import run_cache
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.planned import Branch, OtherWork, Plan, PlannedRun
 from pma_jax.studies.study import DECIMALS, Study
@@ -92,34 +93,38 @@ def measure_geometry(study: Study, run: Run, annealed: Run, with_planes: bool) -
         merged = weighted_sum(newest, recipes.sma(len(newest)))
         return {
             "quadratic": {
-                "merge": measure_quadratic(bench, newest, merged),
-                "annealed": measure_quadratic(bench, newest, decayed[-1]),
+                "merge": measure_quadratic(run, bench, newest, merged, "the merged model"),
+                "annealed": measure_quadratic(run, bench, newest, decayed[-1], "the annealed model"),
             },
-            "spectrum": measure_spectra(bench, constant, decayed, merged),
+            "spectrum": measure_spectra(run, bench, constant, decayed, merged),
             "planes": measure_planes(bench, newest, merged, decayed[-1]) if with_planes else [],
         }
 
 
-def measure_quadratic(bench: Workbench, models: list[Any], around: Any) -> dict[str, Any]:
+def measure_quadratic(run: Run, bench: Workbench, models: list[Any], around: Any, name: str) -> dict[str, Any]:
     """Return the measured gain of the mean of `models`, and the gain that a quadratic around `around` predicts.
 
     With the deviations delta_i = models[i] - around, the quadratic's `matrix` is delta_i' H delta_j, for H the Hessian
-    and the Gauss-Newton matrix.
+    and the Gauss-Newton matrix. It is kept in the cache of runs, because it takes minutes.
     """
-    weights, objective = recipes.sma(len(models)), bench.loss
-    loss = jax.jit(objective)
-    losses, mean_model_loss = [float(loss(model)) for model in models], float(loss(weighted_sum(models, weights)))
+    weights, text = recipes.sma(len(models)), (around, bench.batches)
+    losses, mean_model_loss = [bench.text(m).loss for m in models], bench.text(weighted_sum(models, weights)).loss
     deltas = [optax.tree.sub(model, around) for model in models]
-    slopes = curvature.directional_derivatives(objective, around, deltas)
+    slopes = curvature.directional_derivatives(bench.loss_of_batch, *text, deltas)
     measured = {"over_mean": np.mean(losses) - mean_model_loss, "over_last": losses[-1] - mean_model_loss}
     gains: dict[str, Any] = {"measured": measured}
     products = {
-        "hessian": curvature.make_hessian_vector_product(objective, around),
-        "gauss_newton": curvature.make_gauss_newton_vector_product(bench.logits_and_mask, around),
+        "hessian": curvature.make_hessian_vector_product(bench.loss_of_batch, *text),
+        "gauss_newton": curvature.make_gauss_newton_vector_product(bench.outputs_of_batch, *text),
     }
-    for name, product in products.items():
-        matrix = curvature.pairwise_curvature(product, deltas)
-        gains[name] = {
+    for kind, product in products.items():
+
+        def read(_: Run, product: curvature.MatrixVectorProduct = product) -> np.ndarray:
+            return curvature.pairwise_curvature(product, deltas).ravel()
+
+        reading = f"{kind} of the last {len(models)} snapshots around {name}, text {bench.text.sample.digest}"
+        matrix = np.reshape(run_cache.get_or_read_list(run, reading, read), (len(models), -1))
+        gains[kind] = {
             "over_mean": curvature.merging_gain(matrix, weights),
             "over_last": curvature.merging_gain_over_last(matrix, weights, slopes),
             "off_diagonal_share": off_diagonal_share(matrix),
@@ -139,14 +144,23 @@ def off_diagonal_share(matrix_KxK: ArrayLike) -> float:
     return float((matrix.sum() - np.trace(matrix)) / np.trace(matrix))
 
 
-def measure_spectra(bench: Workbench, constant: list[Any], decayed: list[Any], merged: Any) -> dict[str, Any]:
+def measure_spectra(run: Run, bench: Workbench, constant: list[Any], decayed: list[Any], merged: Any) -> dict[str, Any]:
     """Return the power of the weights' path along random and most curved directions, at constant and decaying rate."""
-    values, top = top_eigenpairs(curvature.make_hessian_vector_product(bench.loss, merged), merged, TOP_DIRECTIONS)
+    path = [*constant, *decayed]
+
+    def read(_: Run) -> np.ndarray:
+        product = curvature.make_hessian_vector_product(bench.loss_of_batch, merged, bench.batches)
+        values, directions = top_eigenpairs(product, merged, TOP_DIRECTIONS)
+        return np.concatenate([values, projections(path, directions, merged).ravel()])
+
+    reading = f"path along the {TOP_DIRECTIONS} most curved directions, text {bench.text.sample.digest}"
+    values, top = np.split(np.array(run_cache.get_or_read_list(run, reading, read)), [TOP_DIRECTIONS])
+    random = projections(path, random_directions(merged, RANDOM_DIRECTIONS), merged)
     spectra: dict[str, Any] = {"eigenvalues": values.tolist()}
-    for name, directions in (("random", random_directions(merged, RANDOM_DIRECTIONS)), ("top", top)):
+    for name, along in (("random", random), ("top", top.reshape(len(path), TOP_DIRECTIONS))):
         spectra[name] = {}
-        for rate, models in (("constant", constant), ("decaying", decayed)):
-            frequencies, power = power_spectral_density(projections(models, directions, merged))
+        for rate, series in (("constant", along[: len(constant)]), ("decaying", along[len(constant) :])):
+            frequencies, power = power_spectral_density(series)
             spectra[name][rate] = power.mean(axis=1).tolist()
         spectra["frequencies"] = frequencies.tolist()
     return spectra

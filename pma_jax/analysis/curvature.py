@@ -8,12 +8,14 @@ products delta_i' H delta_j with i != j, which `pairwise_curvature` measures.
 Shape suffixes: K models, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from numpy.typing import ArrayLike
 
 MatrixVectorProduct = Callable[[Any], Any]  # v -> M v for a matrix M; v and M v are pytrees like the parameters
@@ -26,39 +28,46 @@ def inner_product(first: Any, second: Any) -> jax.Array:
     return sum(jax.tree.leaves(products), jnp.zeros(()))
 
 
-def make_hessian_vector_product(loss: Callable[[Any], jax.Array], params: Any) -> MatrixVectorProduct:
-    """Return v -> H v for the Hessian H of `loss` at `params`, computed as the gradient of <gradient, v>.
+def make_hessian_vector_product(
+    loss: Callable[[Any, Any], jax.Array], params: Any, batches: Sequence[Any]
+) -> MatrixVectorProduct:
+    """Return v -> H v for the Hessian H of a loss at `params`, computed as the gradient of <gradient, v>.
 
     Reverse mode is used twice, because the decoder's custom VJPs do not support forward mode. A product costs about two
     gradients. Call the function under the same `jax.set_mesh` as the loss.
+
+    Args:
+        loss: Maps parameters and a batch to the batch's part of the loss, [].
+        params: The parameters at which the loss is differentiated.
+        batches: Trees of arrays of equal shapes; the parts of all add up to the loss. One is in memory at a time.
     """
-    product = jax.jit(lambda at, vector: jax.grad(lambda p: inner_product(jax.grad(loss)(p), vector))(at))
-    return lambda vector: product(params, vector)
+    product = jax.jit(lambda at, vector, batch: jax.grad(lambda p: inner_product(jax.grad(loss)(p, batch), vector))(at))
+    return lambda vector: _sum_trees(product(params, vector, batch) for batch in batches)
 
 
 def make_gauss_newton_vector_product(
-    outputs: Callable[[Any], tuple[jax.Array, jax.Array]], params: Any
+    outputs: Callable[[Any, Any], tuple[jax.Array, jax.Array]], params: Any, batches: Sequence[Any]
 ) -> MatrixVectorProduct:
-    """Return v -> G v for the Gauss-Newton matrix of the mean cross-entropy at `params`; it is positive semidefinite.
+    """Return v -> G v for the Gauss-Newton matrix of a mean cross-entropy at `params`; it is positive semidefinite.
 
     G = J' H_out J, with the Jacobian J of the logits and H_out = diag(p) - p p' for the softmax p at each position.
 
     Args:
-        outputs: Maps parameters to logits [..., V] and the weight of each position [...], such as 1 for a counted
-            token and 0 for padding. The weights are normalised.
+        outputs: Maps parameters and a batch to logits [..., V] and the weight of each position in the mean [...].
         params: The parameters at which the logits are linearised.
+        batches: Trees of arrays of equal shapes; the weights in all add up to 1. One is in memory at a time.
     """
 
     @jax.jit
-    def product(at: Any, vector: Any) -> Any:
-        logits, pull, weights = jax.vjp(outputs, at, has_aux=True)
+    def product(at: Any, vector: Any, batch: Any) -> Any:
+        logits, pull, weights = jax.vjp(lambda p: outputs(p, batch), at, has_aux=True)
         # J v without forward mode: apply the transpose of the linear map u -> J' u to v.
         tangent = jax.vjp(lambda cotangent: pull(cotangent)[0], jnp.zeros_like(logits))[1](vector)[0]
         p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         curved = p * (tangent - jnp.sum(p * tangent, axis=-1, keepdims=True))
-        return pull((curved * (weights / jnp.sum(weights))[..., None]).astype(logits.dtype))[0]
+        return pull((curved * weights[..., None]).astype(logits.dtype))[0]
 
-    return lambda vector: product(params, vector)
+    return lambda vector: _sum_trees(product(params, vector, batch) for batch in batches)
 
 
 def pairwise_curvature(product: MatrixVectorProduct, deltas_K: Sequence[Any]) -> np.ndarray:
@@ -70,9 +79,15 @@ def pairwise_curvature(product: MatrixVectorProduct, deltas_K: Sequence[Any]) ->
     return (matrix_KxK + matrix_KxK.T) / 2
 
 
-def directional_derivatives(loss: Callable[[Any], jax.Array], params: Any, deltas_K: Sequence[Any]) -> np.ndarray:
-    """Compute the derivative of `loss` at `params` along each delta, float64 [K]. Call it under `jax.set_mesh`."""
-    gradient = jax.jit(jax.grad(loss))(params)
+def directional_derivatives(
+    loss: Callable[[Any, Any], jax.Array], params: Any, batches: Sequence[Any], deltas_K: Sequence[Any]
+) -> np.ndarray:
+    """Compute the derivative of a loss at `params` along each delta, float64 [K]. Call it under `jax.set_mesh`.
+
+    For `loss` and `batches`, see `make_hessian_vector_product`.
+    """
+    of_batch = jax.jit(jax.grad(loss))
+    gradient = _sum_trees(of_batch(params, batch) for batch in batches)
     return np.array([float(inner_product(gradient, delta)) for delta in deltas_K])
 
 
@@ -104,3 +119,7 @@ def merging_gain_over_last(matrix_KxK: ArrayLike, coefficients_K: ArrayLike, slo
     matrix, coefficients = np.asarray(matrix_KxK, np.float64), np.asarray(coefficients_K, np.float64)
     slopes = np.asarray(slopes_K, np.float64)
     return float(slopes[-1] + matrix[-1, -1] / 2 - coefficients @ slopes - coefficients @ matrix @ coefficients / 2)
+
+
+def _sum_trees(trees: Iterable[Any]) -> Any:
+    return functools.reduce(optax.tree.add, trees)

@@ -6,13 +6,13 @@
     with jax.set_mesh(bench.mesh):
         plane = landscape.principal_plane(models)
         losses = landscape.loss_on_grid(bench.loss, plane, xs, ys)
+        product = curvature.make_hessian_vector_product(bench.loss_of_batch, models[-1], bench.batches)
 
 Dimensions: B sequences, L positions, M = L + 1 tokens per window (inputs and shifted targets), V vocabulary.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -21,39 +21,69 @@ from flax import nnx
 
 from pma_jax.config import Config
 from pma_jax.data.sampling import REPORT
-from pma_jax.evaluation.held_out import check_part_sizes, prepare_tokens, put_sample, read_sample
-from pma_jax.model.decoder import Params, abstract_params, apply, graph_definition
+from pma_jax.evaluation.held_out import Evaluator, check_part_sizes, make_evaluator, prepare_tokens
+from pma_jax.model.decoder import Params, abstract_params, apply
 from pma_jax.model.loss import decode_masked_ids
 from pma_jax.runs.snapshots import Snapshot, restore_params
-from pma_jax.runtime.mesh import RULES, make_mesh
+from pma_jax.runtime.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True)
 class Workbench:
-    """One batch of held-out text on a mesh. Call its functions under `jax.set_mesh(bench.mesh)`."""
+    """Held-out text on a mesh. Call its functions under `jax.set_mesh(bench.mesh)`."""
 
     config: Config
-    mesh: jax.sharding.Mesh
-    graph: nnx.GraphDef
-    batch: jax.Array  # int32 [B, M]; negative targets are ignored
+    text: Evaluator
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh of the text and of the models."""
+        return self.text.mesh
+
+    @property
+    def batches(self) -> Sequence[jax.Array]:
+        """The text in batches of equal shape, int32 [B, M]; negative targets are ignored."""
+        return self.text.batches
 
     @functools.cached_property
     def loss(self) -> Callable[[Params], jax.Array]:
-        """The function from parameters to the held-out loss in nats per token; it can be differentiated twice."""
-        return text_loss(self.graph, [self.batch])
+        """The function from parameters to the held-out loss in nats per token; it can be differentiated twice.
+
+        Its derivatives need the memory of all text at once; those of `loss_of_batch` do not.
+        """
+        return text_loss(self.text.graph, self.batches)
 
     @functools.cached_property
-    def logits_and_mask(self) -> Callable[[Params], tuple[jax.Array, jax.Array]]:
-        """The function from parameters to the logits [B, L, V] and the loss mask [B, L] (1 where the target counts).
+    def loss_of_batch(self) -> Callable[[Params, jax.Array], jax.Array]:
+        """The function from parameters and a batch to its part of the loss: the parts of all batches add up to `loss`.
 
-        It is the argument of `curvature.make_gauss_newton_vector_product`.
+        With `batches`, it is what `curvature.make_hessian_vector_product` needs.
         """
+        tokens = self._counted_tokens
 
-        def logits_and_mask(params: Params) -> tuple[jax.Array, jax.Array]:
-            logits_BxLxV = apply(self.graph, params, decode_masked_ids(self.batch[:, :-1]))
-            return logits_BxLxV, (self.batch[:, 1:] >= 0).astype(jnp.float32)
+        def loss_of_batch(params: Params, batch_BxM: jax.Array) -> jax.Array:
+            logits_BxLxV = apply(self.text.graph, params, decode_masked_ids(batch_BxM[:, :-1]))
+            return _loss_and_token_sums(logits_BxLxV, batch_BxM[:, 1:])[0] / tokens
 
-        return logits_and_mask
+        return loss_of_batch
+
+    @functools.cached_property
+    def outputs_of_batch(self) -> Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]]:
+        """The function from parameters and a batch to its logits [B, L, V] and its positions' weights in `loss` [B, L].
+
+        With `batches`, it is what `curvature.make_gauss_newton_vector_product` needs.
+        """
+        tokens = self._counted_tokens
+
+        def outputs_of_batch(params: Params, batch_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logits_BxLxV = apply(self.text.graph, params, decode_masked_ids(batch_BxM[:, :-1]))
+            return logits_BxLxV, (batch_BxM[:, 1:] >= 0).astype(jnp.float32) / tokens
+
+        return outputs_of_batch
+
+    @property
+    def _counted_tokens(self) -> int:
+        return int(self.text.sample.counts_D.sum())
 
     def models(self, snapshots: Sequence[Snapshot]) -> list[Params]:
         """Restore the parameters of each snapshot onto the mesh. All of them are in device memory at the same time.
@@ -66,30 +96,21 @@ class Workbench:
 
 
 def open_workbench(config: Config, tokens: int = 0, part: str = REPORT) -> Workbench:
-    """Load held-out text as a single batch onto the mesh of `config`.
-
-    Differentiating the loss keeps the logits and activations of the complete batch in memory.
+    """Load held-out text onto the mesh of `config`, in batches of `config.evaluation.batch_size_sequences`.
 
     Args:
-        config: Run configuration: the model, the data and the mesh.
+        config: Run configuration: the model, the data, the mesh and the batches.
         tokens: Number of predicted tokens; 0 means `config.evaluation.tokens`.
         part: The part of the held-out text (`data.sampling.PARTS`).
 
     Raises:
         UserError: The held-out text cannot be read, or has too few tokens.
     """
-    wanted = tokens or config.evaluation.tokens
-    mesh = make_mesh(config.mesh)
-    data_shards = math.prod(mesh.shape[axis] for axis in RULES.batch)
-    evaluation = dataclasses.replace(config.evaluation, tokens=wanted)
-    prepared, config_of_sample = prepare_tokens(config), dataclasses.replace(config, evaluation=evaluation)
+    prepared = prepare_tokens(config)
     if tokens:
-        check_part_sizes(prepared, config_of_sample, part)
-    sample = read_sample(prepared, config_of_sample, part)
-    batch_size = -(-len(sample.windows) // data_shards) * data_shards
-    with jax.set_mesh(mesh):
-        (batch_BxM,) = put_sample(sample, batch_size, mesh)
-        return Workbench(config, mesh, graph_definition(config.model), batch_BxM)
+        config = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, tokens=tokens))
+        check_part_sizes(prepared, config, part)
+    return Workbench(config, make_evaluator(config, make_mesh(config.mesh), part, prepared))
 
 
 def text_loss(graph: nnx.GraphDef, batches: Sequence[jax.Array]) -> Callable[[Params], jax.Array]:

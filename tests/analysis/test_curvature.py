@@ -11,11 +11,9 @@ from parameter_path import top_eigenpairs
 
 from pma_jax.analysis import curvature
 from pma_jax.analysis.curvature import inner_product
-from pma_jax.analysis.workbench import Workbench, text_loss
+from pma_jax.analysis.workbench import open_workbench
 from pma_jax.data.sampling import FIT
-from pma_jax.evaluation.held_out import make_evaluator
-from pma_jax.model.decoder import graph_definition, init_params
-from pma_jax.runtime.mesh import make_mesh
+from pma_jax.model.decoder import init_params
 
 TARGETS = jnp.asarray([0, 2, 1, 1])
 WEIGHTS = jnp.asarray([1.0, 1.0, 0.0, 1.0])
@@ -28,14 +26,27 @@ def params():
     return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in {"in": (3, 4), "out": (4, 3)}.items()}
 
 
-def outputs(params):
-    return jnp.tanh(INPUTS @ params["in"]) @ params["out"], WEIGHTS
+def outputs(params, batch):
+    inputs, weights, _ = batch
+    return jnp.tanh(inputs @ params["in"]) @ params["out"], weights
+
+
+def loss_of_batch(params, batch):
+    logits, weights = outputs(params, batch)
+    nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch[2][:, None], 1)[:, 0]
+    return jnp.sum(nats * weights)
+
+
+ALL = (INPUTS, WEIGHTS / 3, TARGETS)
+BATCHES = [jax.tree.map(lambda x, i=i: x[i : i + 2], ALL) for i in (0, 2)]
 
 
 def loss(params):
-    logits, weights = outputs(params)
-    nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), TARGETS[:, None], 1)[:, 0]
-    return jnp.sum(nats * weights) / jnp.sum(weights)
+    return loss_of_batch(params, ALL)
+
+
+def hessian_product(params):
+    return curvature.make_hessian_vector_product(loss_of_batch, params, BATCHES)
 
 
 def dense(function, params):
@@ -52,7 +63,7 @@ def dense_from_product(product, params):
 
 
 def test_hessian_products_equal_those_of_the_matrix(params):
-    product = curvature.make_hessian_vector_product(loss, params)
+    product = hessian_product(params)
     np.testing.assert_allclose(dense_from_product(product, params), dense(loss, params), atol=1e-5)
 
 
@@ -60,33 +71,35 @@ def test_slopes_are_products_with_the_gradient(params):
     deltas = [jax.tree.map(lambda p, k=k: jnp.full_like(p, k) * p**2, params) for k in (1.0, -2.0)]
     gradient = np.asarray(ravel_pytree(jax.grad(loss)(params))[0], np.float64)
     expected = [gradient @ np.asarray(ravel_pytree(delta)[0], np.float64) for delta in deltas]
-    np.testing.assert_allclose(curvature.directional_derivatives(loss, params, deltas), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        curvature.directional_derivatives(loss_of_batch, params, BATCHES, deltas), expected, rtol=1e-5
+    )
 
 
 @pytest.mark.slow
 def test_gauss_newton_equals_jacobian_transpose_times_output_hessian_times_jacobian(params):
     flat, unflatten = ravel_pytree(params)
-    logits = outputs(params)[0]
-    jacobian = np.asarray(jax.jacobian(lambda v: outputs(unflatten(v))[0])(flat), np.float64).reshape(4, 3, -1)
+    logits = outputs(params, ALL)[0]
+    jacobian = np.asarray(jax.jacobian(lambda v: outputs(unflatten(v), ALL)[0])(flat), np.float64).reshape(4, 3, -1)
     p = np.asarray(jax.nn.softmax(logits), np.float64)
     expected = sum(
         w / 3 * jacobian[i].T @ (np.diag(p[i]) - np.outer(p[i], p[i])) @ jacobian[i]
         for i, w in enumerate(np.asarray(WEIGHTS))
     )
-    actual = dense_from_product(curvature.make_gauss_newton_vector_product(outputs, params), params)
+    actual = dense_from_product(curvature.make_gauss_newton_vector_product(outputs, params, BATCHES), params)
     np.testing.assert_allclose(actual, expected, atol=1e-5)
     assert np.linalg.eigvalsh((actual + actual.T) / 2).min() > -1e-5
 
 
 def test_top_of_the_spectrum_equals_that_of_the_matrix(params):
-    values, vectors = top_eigenpairs(curvature.make_hessian_vector_product(loss, params), params, 3)
+    values, vectors = top_eigenpairs(hessian_product(params), params, 3)
     exact = np.linalg.eigvalsh(dense(loss, params))[::-1][:3]
     np.testing.assert_allclose(values, exact, rtol=1e-2, atol=1e-4)
     flat = np.asarray(ravel_pytree(vectors[0])[0], np.float64)
     assert np.linalg.norm(flat) == pytest.approx(1, abs=1e-4)
     np.testing.assert_allclose(dense(loss, params) @ flat, values[0] * flat, atol=2e-2 * values[0])
     with pytest.raises(ValueError, match="24 parameters"):
-        top_eigenpairs(curvature.make_hessian_vector_product(loss, params), params, 24)
+        top_eigenpairs(hessian_product(params), params, 24)
 
 
 @given(st.integers(2, 6), st.integers(0, 2**31))
@@ -116,27 +129,24 @@ def test_pairs_are_products_of_the_deltas(params):
     deltas = [jax.tree.map(lambda x, k=key: jax.random.normal(k, x.shape), params) for key in keys]
     flat = np.stack([np.asarray(ravel_pytree(d)[0], np.float64) for d in deltas])
     expected = flat @ dense(loss, params) @ flat.T
-    actual = curvature.pairwise_curvature(curvature.make_hessian_vector_product(loss, params), deltas)
+    actual = curvature.pairwise_curvature(hessian_product(params), deltas)
     np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_products_of_the_decoder_equal_differences_of_its_gradient(finished):
-    config, mesh = finished.config, make_mesh(finished.config.mesh)
-    with jax.set_mesh(mesh):
-        held_out = make_evaluator(config, mesh, FIT).batches
-        loss = text_loss(graph_definition(config.model), held_out)
-        params = init_params(config.model, jax.random.key(0))
-        vector = init_params(config.model, jax.random.key(1))
-        actual = curvature.make_hessian_vector_product(loss, params)(vector)
-        gradient = jax.jit(jax.grad(loss))
+    bench = open_workbench(finished.config, part=FIT)
+    with jax.set_mesh(bench.mesh):
+        params, vector = (init_params(finished.config.model, jax.random.key(seed)) for seed in (0, 1))
+        product = curvature.make_hessian_vector_product(bench.loss_of_batch, params, bench.batches)
+        actual = product(vector)
+        gradient = jax.jit(jax.grad(bench.loss))
         step = 1e-2
         ahead = gradient(jax.tree.map(lambda p, v: p + step * v, params, vector))
         behind = gradient(jax.tree.map(lambda p, v: p - step * v, params, vector))
-        values, vectors = top_eigenpairs(curvature.make_hessian_vector_product(loss, params), params, 1)
-        curved = curvature.make_hessian_vector_product(loss, params)(vectors[0])
-        bench = Workbench(config, mesh, graph_definition(config.model), held_out[0])
-        gauss_newton = curvature.make_gauss_newton_vector_product(bench.logits_and_mask, params)
+        values, vectors = top_eigenpairs(product, params, 1)
+        curved = product(vectors[0])
+        gauss_newton = curvature.make_gauss_newton_vector_product(bench.outputs_of_batch, params, bench.batches)
         spread = float(inner_product(vector, gauss_newton(vector)))
     expected = jax.tree.map(lambda a, b: (np.asarray(a) - np.asarray(b)) / (2 * step), ahead, behind)
     assert distance(actual, expected) < 2e-2

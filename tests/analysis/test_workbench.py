@@ -15,9 +15,11 @@ def test_loss_of_a_workbench_equals_the_evaluations(finished, workspace, tokens)
     models = bench.models(finished.snapshots[-2:])
     with jax.set_mesh(bench.mesh):
         actual = [float(jax.jit(bench.loss)(params)) for params in models]
+        in_parts = [sum(float(bench.loss_of_batch(params, b)) for b in bench.batches) for params in models]
     evaluated = tiny.config(workspace, evaluation__tokens=tokens or config.evaluation.tokens)
     assert actual == pytest.approx(tiny.losses(evaluated, models, REPORT), rel=1e-5)
-    assert bench.batch.shape[1] == 33 and bench.batch.shape[0] % jax.device_count() == 0
+    assert in_parts == pytest.approx(actual, rel=1e-5)
+    assert all(b.shape[1] == 33 and b.shape[0] % jax.device_count() == 0 for b in bench.batches)
 
 
 @pytest.mark.slow
@@ -26,10 +28,10 @@ def test_loss_and_outputs_have_curvature(finished):
     first, last = bench.models([finished.snapshots[0], finished.snapshots[-1]])
     delta = jax.tree.map(lambda a, b: a - b, last, first)
     with jax.set_mesh(bench.mesh):
-        hessian = curvature.pairwise_curvature(curvature.make_hessian_vector_product(bench.loss, last), [delta])
-        gauss_newton = curvature.pairwise_curvature(
-            curvature.make_gauss_newton_vector_product(bench.logits_and_mask, last), [delta]
-        )
+        product = curvature.make_hessian_vector_product(bench.loss_of_batch, last, bench.batches)
+        hessian = curvature.pairwise_curvature(product, [delta])
+        product = curvature.make_gauss_newton_vector_product(bench.outputs_of_batch, last, bench.batches)
+        gauss_newton = curvature.pairwise_curvature(product, [delta])
     assert np.isfinite(hessian).all() and gauss_newton[0, 0] > 0
 
 
