@@ -4,7 +4,7 @@ Command:   python experiments/interval_and_window/script.py --runs runs/science 
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -253,26 +253,29 @@ def recommended_span(name: str, size: Mapping[str, Any]) -> str:
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
-    """Summarize the best span of each size, how it grows, and the widest mean early in training."""
-    spans, wide, powers = [], [], []
-    for name, size in results["sizes"].items():
-        first, last = size["ends"]["a quarter"], size["ends"]["all"]
-        spans.append(f"{name}: {pages.format_percent_interval(best_span(size, last))}")
-        fixed = (1,) * len(size["ends"])
-        powers.append(
-            f"{name}: with a fixed interval, the best span grows as the tokens to the power "
-            f"{format_power(growth(size, fixed))} as N × V, and {format_power(growth(size, fixed, 1))} from the oldest "
-            "snapshot to the newest"
-        )
-        texts = available(size, first, 1)
-        early = difference(size, texts[max(texts)], RAW.text, first).interval()
-        wide.append(f"{name}, {max(texts)} snapshots: {pages.format_interval(early)} nats")
+    """Summarize how the best span of each size grows, the widest mean early in training, and the span at the end."""
+    sizes = results["sizes"]
+    first, last = (next(iter(sizes.values()))["ends"][at] for at in ("a quarter", "all"))
+
+    def each(describe: Callable[[Mapping[str, Any]], str]) -> str:
+        return ", ".join(f"{name} {describe(size)}" for name, size in sizes.items())
+
+    def power(size: Mapping[str, Any], less: int) -> str:
+        return format_power(growth(size, (1,) * len(size["ends"]), less))
+
+    def early(size: Mapping[str, Any]) -> str:
+        widest = list(available(size, first, 1).values())[-1]
+        return pages.format_interval(difference(size, widest, RAW.text, first).interval())
+
     return IndexRow(
         4,
         "Which interval and window?",
         "PMA, Fig. 5: wide windows hurt early and help late; the interval should grow with the size",
-        f"{'; '.join(powers)}; widest mean − raw, at a quarter of the tokens: {'; '.join(wide)}",
-        f"best span at the end, share of the tokens: {'; '.join(spans)}",
+        "with a fixed interval, the best span N × V grows as the tokens to the power: "
+        f"{each(lambda s: power(s, 0))}; from the oldest snapshot to the newest: {each(lambda s: power(s, 1))}; "
+        f"the mean of all snapshots − raw, at a quarter of the tokens: {each(early)} nats",
+        "best span at the end, share of the tokens: "
+        + each(lambda s: pages.format_percent_interval(best_span(s, last))),
     )
 
 
