@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny
 
@@ -51,9 +50,6 @@ def write_tuned_settings(workspace, path):
     best = {"science_small": {"best": {"raw": ["schedule.peak_rate=0.003"]}, "tokens": 4096}}
     path.write_text(json.dumps({"made": {"text": {"corpus_digest": digest}}, "sizes": best}))
     return path
-
-
-WHY_IT_WORKS = load_module(FOLDER / "why_it_works" / "script.py")
 
 
 @pytest.fixture(scope="module")
@@ -217,11 +213,6 @@ def test_run_all_continues_after_a_failure_and_reports_it(workspace, runs, tmp_p
     assert not (tmp_path / "weights" / "results.json").exists()
     refused = subprocess.run([*command, "--only", "no_such"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "unknown experiment no_such" in refused.stderr
-
-
-@pytest.mark.parametrize(("rows", "share"), [(np.eye(3), 0), (np.ones((3, 1)), 2), ([[1.0], [-1.0]], -1)])
-def test_off_diagonal_share_at_three_known_values(rows, share):
-    assert WHY_IT_WORKS.off_diagonal_share(np.asarray(rows) @ np.asarray(rows).T) == pytest.approx(share)
 
 
 def test_all_contenders_without_a_horizon_were_tried_at_as_many_settings():

@@ -11,8 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
-from numpy.typing import ArrayLike
 from parameter_path import (
     plane_of_two_weights,
     power_spectral_density,
@@ -20,8 +18,9 @@ from parameter_path import (
     random_directions,
     top_eigenpairs,
 )
+from quadratic import measure_losses, measure_quadratic
 from replica_noise import subset_mean_weights
-from why_page import RANDOM_DIRECTIONS, TEXT_TOKENS, TOP_DIRECTIONS, draw, report, summarize
+from why_page import RANDOM_DIRECTIONS, TOP_DIRECTIONS, draw, report, summarize
 
 from pma_jax.analysis import curvature, landscape
 from pma_jax.analysis.workbench import Workbench, open_workbench
@@ -86,13 +85,14 @@ def merge_window(study: Study) -> int:
 
 def measure_geometry(study: Study, run: Run, annealed: Run, with_planes: bool) -> dict[str, Any]:
     """Return the quadratic, the spectrum and, if `with_planes`, the loss over planes, at the end of one trunk."""
-    bench = open_workbench(run.config, min(TEXT_TOKENS, study.evaluation_tokens))
+    bench = open_workbench(run.config, study.evaluation_tokens)
     with jax.set_mesh(bench.mesh):
         constant, decayed = (bench.models(r.of_kind("point")[-(study.units // 4) :]) for r in (run, annealed))
         newest = constant[-merge_window(study) :]
         merged = weighted_sum(newest, recipes.sma(len(newest)))
         return {
             "quadratic": {
+                "losses": measure_losses(bench, newest),
                 "merge": measure_quadratic(run, bench, newest, merged, "the merged model"),
                 "annealed": measure_quadratic(run, bench, newest, decayed[-1], "the annealed model"),
             },
@@ -101,55 +101,12 @@ def measure_geometry(study: Study, run: Run, annealed: Run, with_planes: bool) -
         }
 
 
-def measure_quadratic(run: Run, bench: Workbench, models: list[Any], around: Any, name: str) -> dict[str, Any]:
-    """Return the measured gain of the mean of `models`, and the gain that a quadratic around `around` predicts.
-
-    With the deviations delta_i = models[i] - around, the quadratic's `matrix` is delta_i' H delta_j, for H the Hessian
-    and the Gauss-Newton matrix. It is kept in the cache of runs, because it takes minutes.
-    """
-    weights, text = recipes.sma(len(models)), (around, bench.batches)
-    losses, mean_model_loss = [bench.text(m).loss for m in models], bench.text(weighted_sum(models, weights)).loss
-    deltas = [optax.tree.sub(model, around) for model in models]
-    slopes = curvature.directional_derivatives(bench.loss_of_batch, *text, deltas)
-    measured = {"over_mean": np.mean(losses) - mean_model_loss, "over_last": losses[-1] - mean_model_loss}
-    gains: dict[str, Any] = {"measured": measured}
-    products = {
-        "hessian": curvature.make_hessian_vector_product(bench.loss_of_batch, *text),
-        "gauss_newton": curvature.make_gauss_newton_vector_product(bench.outputs_of_batch, *text),
-    }
-    for kind, product in products.items():
-
-        def read(_: Run, product: curvature.MatrixVectorProduct = product) -> np.ndarray:
-            return curvature.pairwise_curvature(product, deltas).ravel()
-
-        reading = f"{kind} of the last {len(models)} snapshots around {name}, text {bench.text.sample.digest}"
-        matrix = np.reshape(run_cache.get_or_read_list(run, reading, read), (len(models), -1))
-        gains[kind] = {
-            "over_mean": curvature.merging_gain(matrix, weights),
-            "over_last": curvature.merging_gain_over_last(matrix, weights, slopes),
-            "off_diagonal_share": off_diagonal_share(matrix),
-            "negative_pairs": float(np.mean(matrix[~np.eye(len(matrix), dtype=bool)] < 0)),
-            "matrix": matrix.tolist(),
-        }
-    return gains
-
-
-def off_diagonal_share(matrix_KxK: ArrayLike) -> float:
-    """Return the sum of the off-diagonal entries divided by the trace.
-
-    -1: the deltas cancel, and a mean removes all of the loss they add. 0: they are independent, and a mean keeps 1/K
-    of it. K - 1: they are equal, and a mean gains nothing.
-    """
-    matrix = np.asarray(matrix_KxK, np.float64)
-    return float((matrix.sum() - np.trace(matrix)) / np.trace(matrix))
-
-
 def measure_spectra(run: Run, bench: Workbench, constant: list[Any], decayed: list[Any], merged: Any) -> dict[str, Any]:
     """Return the power of the weights' path along random and most curved directions, at constant and decaying rate."""
     path = [*constant, *decayed]
 
     def read(_: Run) -> np.ndarray:
-        product = curvature.make_hessian_vector_product(bench.loss_of_batch, merged, bench.batches)
+        product = curvature.sum_products(bench.hessian, merged, bench.batches)
         values, directions = top_eigenpairs(product, merged, TOP_DIRECTIONS)
         return np.concatenate([values, projections(path, directions, merged).ravel()])
 

@@ -5,6 +5,14 @@ from typing import Any
 
 import numpy as np
 from contours import ContourPanel, draw_contours
+from quadratic import (
+    KINDS,
+    explained_share,
+    measured_gain,
+    negative_pairs,
+    off_diagonal_share,
+    predicted_gain,
+)
 from replica_noise import extrapolate_to_many
 
 from pma_jax.analysis import spectrum
@@ -13,9 +21,8 @@ from pma_jax.reporting.drawing import display_name, to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, mean_interval, ratio_of_means
+from pma_jax.studies.statistics import MeanEstimate, difference_over_documents, mean_interval
 
-TEXT_TOKENS = 8192  # held-out tokens for curvature and landscape
 RANDOM_DIRECTIONS, TOP_DIRECTIONS = 32, 4
 RECIPES = ("sma", "wma", "ema:alpha=0.2", "decay:shape=cosine", "decay:shape=minus_sqrt", "lagfree:lag=0.5", "lagfree")
 DIRECTIONS = {"random": f"{RANDOM_DIRECTIONS} random", "top": f"{TOP_DIRECTIONS} most curved"}
@@ -37,28 +44,26 @@ def report(results: dict[str, Any]) -> str:
 
 def quadratic_report(results: dict[str, Any]) -> str:
     """Format the gain of merging the last snapshots as measured and as a quadratic predicts it."""
-    rows = []
+    over = ("mean of the losses", "last")
+    rows = [["", "measured", *(pages.format_interval(measured_gain(results, o).interval()) for o in over), "", "", ""]]
     for around, name in AROUND.items():
-        for kind in ("measured", "hessian", "gauss_newton"):
-            gains = [
-                mean_and_interval(results, lambda s, k=kind, g=gain, a=around: s["quadratic"][a][k][g])
-                for gain in ("over_mean", "over_last")
-            ]
+        for kind in KINDS:
+            gains = [pages.format_interval(predicted_gain(results, around, kind, o).interval()) for o in over]
+            explained = pages.format_percent_interval(explained_share(results, around, kind, over[0]).interval())
             shares = ["", ""]
-            if kind != "measured" and around == "annealed":  # around their own mean, the sum is -1 by construction
+            if around == "annealed":  # around their own mean, the sum is -1 by construction
                 shares = [
-                    mean_and_interval(results, lambda s, k=kind, q=share, a=around: s["quadratic"][a][k][q], 2)
-                    for share in ("off_diagonal_share", "negative_pairs")
+                    pages.format_interval(off_diagonal_share(results, around, kind).interval(), 2),
+                    mean_and_interval(results, lambda s, k=kind, a=around: negative_pairs(s, a, k), 2),
                 ]
-            if kind != "measured" or around == "merge":
-                rows.append(["" if kind == "measured" else name, kind.replace("_", "-"), *gains, *shares])
+            rows.append([name, kind.replace("_", "-"), *gains, explained, *shares])
     header = ["expanded around", "", "over the mean of the losses", "over the last"]
-    header += ["off-diagonal over diagonal", "share of negative pairs"]
-    window, tokens = results["window"], min(TEXT_TOKENS, results["made"]["evaluation_tokens"])
+    header += ["of the measured, over the mean", "off-diagonal over diagonal", "share of negative pairs"]
+    window = results["window"]
     text = (
-        f"Gain of the mean of the last {window} snapshots of one run, nats per token, on a sample of {tokens:,} "
-        "tokens, with intervals over seeds. The sum of the products of different deviations, over that of each with "
-        f"itself, can be -1 (they cancel) to {window - 1} (they are equal); 0: they are orthogonal"
+        f"Gain of the mean of the last {window} snapshots of one run, nats per token, with intervals over seeds and "
+        "documents (of negative pairs: over seeds). The sum of the products of different deviations, over that of each "
+        f"with itself, can be -1 (they cancel) to {window - 1} (they are equal); 0: they are orthogonal"
     )
     return f"**A quadratic.** {text}:\n\n{pages.format_table(header, rows)}"
 
@@ -182,11 +187,8 @@ def spectrum_report(results: dict[str, Any]) -> str:
 def summarize(results: dict[str, Any]) -> IndexRow:
     """Summarize what a quadratic predicts of the gain, and what averaging over replicas and over time gains."""
     margin, count = results["made"]["margin"], replicas(results)
-    tokens = min(TEXT_TOKENS, results["made"]["evaluation_tokens"])
-    of_seeds = [seed["quadratic"]["merge"] for seed in results["seeds"].values()]
-    predicted, measured = ([of[kind]["over_mean"] for of in of_seeds] for kind in ("hessian", "measured"))
-    share = ratio_of_means(predicted, measured)
-    explained = pages.format_percent_interval(share) if share else "an unknown share"
+    share = explained_share(results, "merge", "hessian", "mean of the losses").interval()
+    explained = pages.format_percent_interval(share)
     path = pages.describe_difference(difference(results, "both", f"mean of {count}"), margin)
     means = {
         "time": f"the mean of the last {results['window']} snapshots of one run",
@@ -200,7 +202,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         5,
         "Why does it work?",
         "PMA, Section 4.6 and Fig. 8: deviations from the optimum cancel",
-        f"a quadratic (the Hessian at the merged model; on {tokens:,} tokens, over seeds) predicts {explained} of the "
+        f"a quadratic (the Hessian at the merged model) predicts {explained} of the "
         f"difference between the mean loss of the snapshots and the loss of their mean; the mean of {count} replicas "
         "(runs from one state, each with its own order of the data), averaged over time too, less the mean of their "
         f"last snapshots: {path}",

@@ -5,11 +5,11 @@ theta*, the loss of model k exceeds that of theta* by 1/2 delta_k' H delta_k, an
 by 1/2 d' H d, where d is the mean of the delta_k. How far the second is below the mean of the first depends on the
 products delta_i' H delta_j with i != j, which `pairwise_curvature` measures.
 
-Shape suffixes: K models, V vocabulary.
+Shape suffixes, joined by x: N batches, K models, V vocabulary.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import optax
 from numpy.typing import ArrayLike
 
 MatrixVectorProduct = Callable[[Any], Any]  # v -> M v for a matrix M; v and M v are pytrees like the parameters
+MatrixOfBatch = Callable[[Any, Any], MatrixVectorProduct]  # parameters and a batch -> its product
 
 
 def inner_product(first: Any, second: Any) -> jax.Array:
@@ -28,67 +29,102 @@ def inner_product(first: Any, second: Any) -> jax.Array:
     return sum(jax.tree.leaves(products), jnp.zeros(()))
 
 
-def make_hessian_vector_product(
-    loss: Callable[[Any, Any], jax.Array], params: Any, batches: Sequence[Any]
-) -> MatrixVectorProduct:
-    """Return v -> H v for the Hessian H of a loss at `params`, computed as the gradient of <gradient, v>.
+def hessian(loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any) -> MatrixVectorProduct:
+    """Return v -> H v for the Hessian H of the loss of a batch, to be traced by `jax.jit`.
 
     Reverse mode is used twice, because the decoder's custom VJPs do not support forward mode. A product costs about two
-    gradients. Call the function under the same `jax.set_mesh` as the loss.
+    gradients.
 
     Args:
         loss: Maps parameters and a batch to the batch's part of the loss, [].
         params: The parameters at which the loss is differentiated.
-        batches: Trees of arrays of equal shapes; the parts of all add up to the loss. One is in memory at a time.
+        batch: What `loss` needs of the text.
     """
-    product = jax.jit(lambda at, vector, batch: jax.grad(lambda p: inner_product(jax.grad(loss)(p, batch), vector))(at))
-    return lambda vector: _sum_trees(product(params, vector, batch) for batch in batches)
+    pull = jax.vjp(lambda at: jax.grad(loss)(at, batch), params)[1]  # v -> v' H, which is H v: H is symmetric
+    return lambda vector: pull(vector)[0]
 
 
-def make_gauss_newton_vector_product(
-    outputs: Callable[[Any, Any], tuple[jax.Array, jax.Array]], params: Any, batches: Sequence[Any]
+def gauss_newton(
+    outputs: Callable[[Any, Any], tuple[jax.Array, jax.Array]], params: Any, batch: Any
 ) -> MatrixVectorProduct:
-    """Return v -> G v for the Gauss-Newton matrix of a mean cross-entropy at `params`; it is positive semidefinite.
+    """Return v -> G v for the Gauss-Newton matrix G of a batch's cross-entropy, to be traced by `jax.jit`.
 
-    G = J' H_out J, with the Jacobian J of the logits and H_out = diag(p) - p p' for the softmax p at each position.
+    G = J' H_out J, with the Jacobian J of the logits and H_out = diag(p) - p p' for the softmax p at each position. It
+    is positive semidefinite.
 
     Args:
-        outputs: Maps parameters and a batch to logits [..., V] and the weight of each position in the mean [...].
+        outputs: Maps parameters and a batch to logits [..., V] and the weight of each position in the loss [...].
         params: The parameters at which the logits are linearised.
-        batches: Trees of arrays of equal shapes; the weights in all add up to 1. One is in memory at a time.
+        batch: What `outputs` needs of the text.
     """
+    logits, pull, weights = jax.vjp(lambda at: outputs(at, batch), params, has_aux=True)
+    # J v without forward mode: apply the transpose of the linear map u -> J' u to v.
+    push = jax.vjp(lambda cotangent: pull(cotangent)[0], jnp.zeros_like(logits))[1]
+    p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
 
-    @jax.jit
-    def product(at: Any, vector: Any, batch: Any) -> Any:
-        logits, pull, weights = jax.vjp(lambda p: outputs(p, batch), at, has_aux=True)
-        # J v without forward mode: apply the transpose of the linear map u -> J' u to v.
-        tangent = jax.vjp(lambda cotangent: pull(cotangent)[0], jnp.zeros_like(logits))[1](vector)[0]
-        p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    def product(vector: Any) -> Any:
+        (tangent,) = push(vector)
         curved = p * (tangent - jnp.sum(p * tangent, axis=-1, keepdims=True))
         return pull((curved * weights[..., None]).astype(logits.dtype))[0]
 
-    return lambda vector: _sum_trees(product(params, vector, batch) for batch in batches)
+    return product
 
 
-def pairwise_curvature(product: MatrixVectorProduct, deltas_K: Sequence[Any]) -> np.ndarray:
-    """Compute delta_i' H delta_j for every pair from K products, symmetrised: float64 [K, K]."""
-    matrix_KxK = np.zeros((len(deltas_K), len(deltas_K)))
-    for j, delta in enumerate(deltas_K):
-        curved = product(delta)
-        matrix_KxK[:, j] = [float(inner_product(other, curved)) for other in deltas_K]
-    return (matrix_KxK + matrix_KxK.T) / 2
+def sum_products(matrix: MatrixOfBatch, params: Any, batches_N: Sequence[Any]) -> MatrixVectorProduct:
+    """Return v -> M v for the sum M of a matrix over batches of equal shapes; one of them is in memory at a time.
+
+    Call the function under the same `jax.set_mesh` as the loss.
+
+    Args:
+        matrix: `hessian` or `gauss_newton` of a function, such as `Workbench.hessian`.
+        params: The parameters at which the loss is differentiated.
+        batches_N: Batches whose parts add up to the loss, such as `Workbench.batches`.
+    """
+    product = jax.jit(lambda at, batch, vector: matrix(at, batch)(vector))
+    return lambda vector: functools.reduce(optax.tree.add, (product(params, batch, vector) for batch in batches_N))
+
+
+def pairwise_curvature(
+    matrix: MatrixOfBatch, params: Any, batches_N: Sequence[Any], deltas_K: Sequence[Any]
+) -> np.ndarray:
+    """Compute delta_i' M delta_j of each batch for every pair from K products, symmetrised: float64 [N, K, K].
+
+    Args:
+        matrix: As in `sum_products`.
+        params: The parameters at which the loss is differentiated.
+        batches_N: Batches of equal shapes. The sum over those whose parts add up to the loss is the loss's matrix.
+        deltas_K: Trees like the parameters.
+    """
+
+    @jax.jit
+    def products_of_batch(at: Any, batch: Any, deltas_K: Any) -> jax.Array:
+        product = matrix(at, batch)
+
+        def column(delta: Any) -> jax.Array:
+            curved = product(delta)
+            return jax.lax.map(lambda other: inner_product(other, curved), deltas_K)
+
+        return jax.lax.map(column, deltas_K)
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *deltas_K)
+    matrix_NxKxK = np.array([products_of_batch(params, batch, stacked) for batch in batches_N], np.float64)
+    return (matrix_NxKxK + np.swapaxes(matrix_NxKxK, 1, 2)) / 2
 
 
 def directional_derivatives(
-    loss: Callable[[Any, Any], jax.Array], params: Any, batches: Sequence[Any], deltas_K: Sequence[Any]
+    loss: Callable[[Any, Any], jax.Array], params: Any, batches_N: Sequence[Any], deltas_K: Sequence[Any]
 ) -> np.ndarray:
-    """Compute the derivative of a loss at `params` along each delta, float64 [K]. Call it under `jax.set_mesh`.
+    """Compute the derivative of the loss of each batch along each delta, float64 [N, K]. Call it under `jax.set_mesh`.
 
-    For `loss` and `batches`, see `make_hessian_vector_product`.
+    For the arguments, see `hessian` and `pairwise_curvature`.
     """
-    of_batch = jax.jit(jax.grad(loss))
-    gradient = _sum_trees(of_batch(params, batch) for batch in batches)
-    return np.array([float(inner_product(gradient, delta)) for delta in deltas_K])
+
+    @jax.jit
+    def slopes_of_batch(at: Any, batch: Any, deltas: Any) -> jax.Array:
+        gradient = jax.grad(loss)(at, batch)
+        return jnp.stack([inner_product(gradient, delta) for delta in deltas])
+
+    return np.array([slopes_of_batch(params, batch, tuple(deltas_K)) for batch in batches_N], np.float64)
 
 
 def merging_gain(matrix_KxK: ArrayLike, coefficients_K: ArrayLike) -> float:
@@ -119,7 +155,3 @@ def merging_gain_over_last(matrix_KxK: ArrayLike, coefficients_K: ArrayLike, slo
     matrix, coefficients = np.asarray(matrix_KxK, np.float64), np.asarray(coefficients_K, np.float64)
     slopes = np.asarray(slopes_K, np.float64)
     return float(slopes[-1] + matrix[-1, -1] / 2 - coefficients @ slopes - coefficients @ matrix @ coefficients / 2)
-
-
-def _sum_trees(trees: Iterable[Any]) -> Any:
-    return functools.reduce(optax.tree.add, trees)

@@ -6,7 +6,7 @@
     with jax.set_mesh(bench.mesh):
         plane = landscape.principal_plane(models)
         losses = landscape.loss_on_grid(bench.loss, plane, xs, ys)
-        product = curvature.make_hessian_vector_product(bench.loss_of_batch, models[-1], bench.batches)
+        product = curvature.sum_products(bench.hessian, plane.origin, bench.batches)
 
 Dimensions: B sequences, L positions, M = L + 1 tokens per window (inputs and shifted targets), V vocabulary.
 """
@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pma_jax.analysis import curvature
 from pma_jax.config import Config
 from pma_jax.data.sampling import REPORT
-from pma_jax.evaluation.held_out import Evaluator, check_part_sizes, make_evaluator, prepare_tokens
+from pma_jax.evaluation.held_out import Evaluator, check_part_sizes, make_evaluator, prepare_tokens, put_sample
 from pma_jax.model.decoder import Params, abstract_params, apply
 from pma_jax.model.loss import decode_masked_ids
 from pma_jax.runs.snapshots import Snapshot, restore_params
@@ -53,37 +54,30 @@ class Workbench:
         """
         return text_loss(self.text.graph, self.batches)
 
-    @functools.cached_property
-    def loss_of_batch(self) -> Callable[[Params, jax.Array], jax.Array]:
-        """The function from parameters and a batch to its part of the loss: the parts of all batches add up to `loss`.
+    def loss_of_batch(self, params: Params, batch_BxM: jax.Array) -> jax.Array:
+        """Return a batch's part of the loss; the parts of all `batches` add up to it."""
+        logits_BxLxV, weights_BxL = self.outputs_of_batch(params, batch_BxM)
+        return _sum_loss(logits_BxLxV, batch_BxM[:, 1:], weights_BxL)
 
-        With `batches`, it is what `curvature.make_hessian_vector_product` needs.
-        """
-        tokens = self._counted_tokens
+    def outputs_of_batch(self, params: Params, batch_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the logits of a batch [B, L, V] and the weight of each position in the loss [B, L]."""
+        logits_BxLxV = apply(self.text.graph, params, decode_masked_ids(batch_BxM[:, :-1]))
+        return logits_BxLxV, (batch_BxM[:, 1:] >= 0).astype(jnp.float32) / float(self.text.sample.counts_D.sum())
 
-        def loss_of_batch(params: Params, batch_BxM: jax.Array) -> jax.Array:
-            logits_BxLxV = apply(self.text.graph, params, decode_masked_ids(batch_BxM[:, :-1]))
-            return _loss_and_token_sums(logits_BxLxV, batch_BxM[:, 1:])[0] / tokens
+    def hessian(self, params: Params, batch_BxM: jax.Array) -> curvature.MatrixVectorProduct:
+        """Return the product by the Hessian of a batch's part of the loss."""
+        return curvature.hessian(self.loss_of_batch, params, batch_BxM)
 
-        return loss_of_batch
+    def gauss_newton(self, params: Params, batch_BxM: jax.Array) -> curvature.MatrixVectorProduct:
+        """Return the product by the Gauss-Newton matrix of a batch's part of the loss."""
+        return curvature.gauss_newton(self.outputs_of_batch, params, batch_BxM)
 
-    @functools.cached_property
-    def outputs_of_batch(self) -> Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]]:
-        """The function from parameters and a batch to its logits [B, L, V] and its positions' weights in `loss` [B, L].
-
-        With `batches`, it is what `curvature.make_gauss_newton_vector_product` needs.
-        """
-        tokens = self._counted_tokens
-
-        def outputs_of_batch(params: Params, batch_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:
-            logits_BxLxV = apply(self.text.graph, params, decode_masked_ids(batch_BxM[:, :-1]))
-            return logits_BxLxV, (batch_BxM[:, 1:] >= 0).astype(jnp.float32) / tokens
-
-        return outputs_of_batch
-
-    @property
-    def _counted_tokens(self) -> int:
-        return int(self.text.sample.counts_D.sum())
+    def document_batches(self, batch_size_sequences: int) -> list[list[jax.Array]]:
+        """Return the batches of each document, in the order of `text.sample`; their targets are all from it."""
+        sample = self.text.sample
+        documents = [sample.of_document(d) for d in range(len(sample.counts_D))]
+        with jax.set_mesh(self.mesh):
+            return [put_sample(document, batch_size_sequences, self.mesh) for document in documents]
 
     def models(self, snapshots: Sequence[Snapshot]) -> list[Params]:
         """Restore the parameters of each snapshot onto the mesh. All of them are in device memory at the same time.
@@ -129,18 +123,20 @@ def text_loss(graph: nnx.GraphDef, batches: Sequence[jax.Array]) -> Callable[[Pa
     """
 
     def loss(params: Params) -> jax.Array:
-        sums = [_loss_and_token_sums(apply(graph, params, decode_masked_ids(b[:, :-1])), b[:, 1:]) for b in batches]
-        nats, count = jnp.sum(jnp.stack([jnp.stack(pair) for pair in sums]), axis=0)
+        nats, count = jnp.zeros(()), jnp.zeros(())
+        for batch_BxM in batches:
+            is_counted_BxL = (batch_BxM[:, 1:] >= 0).astype(jnp.float32)
+            logits_BxLxV = apply(graph, params, decode_masked_ids(batch_BxM[:, :-1]))
+            nats, count = nats + _sum_loss(logits_BxLxV, batch_BxM[:, 1:], is_counted_BxL), count + is_counted_BxL.sum()
         return nats / count
 
     return loss
 
 
-def _loss_and_token_sums(logits_BxLxV: jax.Array, targets_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sum_loss(logits_BxLxV: jax.Array, targets_BxL: jax.Array, weights_BxL: jax.Array) -> jax.Array:
     logits_BxLxV = logits_BxLxV.astype(jnp.float32)
     # A masked sum instead of a gather, because the vocabulary axis may be sharded.
     is_target_BxLxV = targets_BxL[..., None] == jnp.arange(logits_BxLxV.shape[-1])
     log_z_BxL = jax.nn.logsumexp(logits_BxLxV, axis=-1)
     nats_BxL = log_z_BxL - jnp.sum(jnp.where(is_target_BxLxV, logits_BxLxV, 0), axis=-1)
-    counted_BxL = (targets_BxL >= 0).astype(jnp.float32)
-    return jnp.sum(nats_BxL * counted_BxL), jnp.sum(counted_BxL)
+    return jnp.sum(nats_BxL * weights_BxL)

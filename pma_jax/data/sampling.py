@@ -78,6 +78,16 @@ class Sample:
         is_counted_RxL = self.documents >= 0
         return np.bincount(self.documents[is_counted_RxL], weights=values_RxL[is_counted_RxL])
 
+    def of_document(self, document: int) -> "Sample":
+        """Return the windows with targets of one document; the other targets in them are read, but not counted."""
+        is_counted_RxL = self.documents == document
+        rows_r = np.flatnonzero(is_counted_RxL.any(axis=1))
+        windows_rxM, is_counted_rxL = self.windows[rows_r], is_counted_RxL[rows_r]
+        targets_rxL = windows_rxM[:, 1:]
+        masked_rxL = np.where((targets_rxL >= 0) & ~is_counted_rxL, ~targets_rxL, targets_rxL)
+        windows_rxM = np.concatenate([windows_rxM[:, :1], masked_rxL], axis=1)
+        return Sample(self.part, windows_rxM, np.where(is_counted_rxL, 0, -1).astype(np.int32), self.part_documents)
+
     def estimate(self, nats_RxL: np.ndarray) -> "HeldOutLoss":
         """Compute the mean loss from the loss of each target."""
         return estimate(self.sum_by_document(nats_RxL), self.counts_D)

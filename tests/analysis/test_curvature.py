@@ -1,5 +1,7 @@
 """Hessian and Gauss-Newton products against the matrices of jax.hessian, and the algebra of merging."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,10 @@ def loss_of_batch(params, batch):
 
 
 ALL = (INPUTS, WEIGHTS / 3, TARGETS)
+HESSIAN, GAUSS_NEWTON = (
+    functools.partial(curvature.hessian, loss_of_batch),
+    functools.partial(curvature.gauss_newton, outputs),
+)
 BATCHES = [jax.tree.map(lambda x, i=i: x[i : i + 2], ALL) for i in (0, 2)]
 
 
@@ -46,7 +52,7 @@ def loss(params):
 
 
 def hessian_product(params):
-    return curvature.make_hessian_vector_product(loss_of_batch, params, BATCHES)
+    return curvature.sum_products(HESSIAN, params, BATCHES)
 
 
 def dense(function, params):
@@ -71,9 +77,8 @@ def test_slopes_are_products_with_the_gradient(params):
     deltas = [jax.tree.map(lambda p, k=k: jnp.full_like(p, k) * p**2, params) for k in (1.0, -2.0)]
     gradient = np.asarray(ravel_pytree(jax.grad(loss)(params))[0], np.float64)
     expected = [gradient @ np.asarray(ravel_pytree(delta)[0], np.float64) for delta in deltas]
-    np.testing.assert_allclose(
-        curvature.directional_derivatives(loss_of_batch, params, BATCHES, deltas), expected, rtol=1e-5
-    )
+    actual = curvature.directional_derivatives(loss_of_batch, params, BATCHES, deltas)
+    np.testing.assert_allclose(actual.sum(axis=0), expected, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -86,7 +91,7 @@ def test_gauss_newton_equals_jacobian_transpose_times_output_hessian_times_jacob
         w / 3 * jacobian[i].T @ (np.diag(p[i]) - np.outer(p[i], p[i])) @ jacobian[i]
         for i, w in enumerate(np.asarray(WEIGHTS))
     )
-    actual = dense_from_product(curvature.make_gauss_newton_vector_product(outputs, params, BATCHES), params)
+    actual = dense_from_product(curvature.sum_products(GAUSS_NEWTON, params, BATCHES), params)
     np.testing.assert_allclose(actual, expected, atol=1e-5)
     assert np.linalg.eigvalsh((actual + actual.T) / 2).min() > -1e-5
 
@@ -128,9 +133,11 @@ def test_pairs_are_products_of_the_deltas(params):
     keys = jax.random.split(jax.random.key(0), 3)
     deltas = [jax.tree.map(lambda x, k=key: jax.random.normal(k, x.shape), params) for key in keys]
     flat = np.stack([np.asarray(ravel_pytree(d)[0], np.float64) for d in deltas])
-    expected = flat @ dense(loss, params) @ flat.T
-    actual = curvature.pairwise_curvature(hessian_product(params), deltas)
-    np.testing.assert_allclose(actual, expected, atol=1e-4)
+    actual = curvature.pairwise_curvature(HESSIAN, params, BATCHES, deltas)
+    for of_batch, batch in zip(actual, BATCHES, strict=True):
+        expected = flat @ dense(functools.partial(loss_of_batch, batch=batch), params) @ flat.T
+        np.testing.assert_allclose(of_batch, expected, atol=1e-4)
+    np.testing.assert_allclose(actual.sum(axis=0), flat @ dense(loss, params) @ flat.T, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -138,7 +145,7 @@ def test_products_of_the_decoder_equal_differences_of_its_gradient(finished):
     bench = open_workbench(finished.config, part=FIT)
     with jax.set_mesh(bench.mesh):
         params, vector = (init_params(finished.config.model, jax.random.key(seed)) for seed in (0, 1))
-        product = curvature.make_hessian_vector_product(bench.loss_of_batch, params, bench.batches)
+        product = curvature.sum_products(bench.hessian, params, bench.batches)
         actual = product(vector)
         gradient = jax.jit(jax.grad(bench.loss))
         step = 1e-2
@@ -146,7 +153,7 @@ def test_products_of_the_decoder_equal_differences_of_its_gradient(finished):
         behind = gradient(jax.tree.map(lambda p, v: p - step * v, params, vector))
         values, vectors = top_eigenpairs(product, params, 1)
         curved = product(vectors[0])
-        gauss_newton = curvature.make_gauss_newton_vector_product(bench.outputs_of_batch, params, bench.batches)
+        gauss_newton = curvature.sum_products(bench.gauss_newton, params, bench.batches)
         spread = float(inner_product(vector, gauss_newton(vector)))
     expected = jax.tree.map(lambda a, b: (np.asarray(a) - np.asarray(b)) / (2 * step), ahead, behind)
     assert distance(actual, expected) < 2e-2

@@ -28,11 +28,20 @@ def test_loss_and_outputs_have_curvature(finished):
     first, last = bench.models([finished.snapshots[0], finished.snapshots[-1]])
     delta = jax.tree.map(lambda a, b: a - b, last, first)
     with jax.set_mesh(bench.mesh):
-        product = curvature.make_hessian_vector_product(bench.loss_of_batch, last, bench.batches)
-        hessian = curvature.pairwise_curvature(product, [delta])
-        product = curvature.make_gauss_newton_vector_product(bench.outputs_of_batch, last, bench.batches)
-        gauss_newton = curvature.pairwise_curvature(product, [delta])
+        hessian = curvature.pairwise_curvature(bench.hessian, last, bench.batches, [delta])
+        gauss_newton = curvature.pairwise_curvature(bench.gauss_newton, last, bench.batches, [delta]).sum(axis=0)
     assert np.isfinite(hessian).all() and gauss_newton[0, 0] > 0
+
+
+def test_parts_of_documents_add_up_to_the_evaluations(finished):
+    bench = open_workbench(finished.config, 300)
+    (params,) = bench.models(finished.snapshots[-1:])
+    of_documents, tokens = bench.document_batches(2), bench.text.sample.counts_D.sum()
+    with jax.set_mesh(bench.mesh):
+        loss = jax.jit(bench.loss_of_batch)
+        parts = [sum(float(loss(params, batch)) for batch in batches) for batches in of_documents]
+    assert len(parts) > 1
+    np.testing.assert_allclose(np.multiply(parts, tokens), bench.text.sum_by_document(params), rtol=1e-5)
 
 
 def test_more_text_than_available_is_refused(finished):
