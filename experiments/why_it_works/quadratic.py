@@ -14,7 +14,7 @@ from pma_jax.merging import recipes
 from pma_jax.merging.averager import weighted_sum
 from pma_jax.runs.directory import Run
 from pma_jax.studies import run_cache
-from pma_jax.studies.statistics import MeanEstimate, statistic_over_documents
+from pma_jax.studies.statistics import MeanEstimate, estimate_over_documents, statistic_over_documents
 
 KINDS = ("hessian", "gauss_newton")
 BATCH_WINDOWS = 8  # of one document: few, so that little of the last batch of a document is padding
@@ -65,12 +65,12 @@ def measure_quadratic(run: Run, bench: Workbench, models: list[Any], around: Any
 
 def measured_gain(results: dict[str, Any], over: str) -> MeanEstimate:
     """Estimate the loss `over` ("mean of the losses", "last") less the loss of the mean, over seeds and documents."""
-    return statistic_over_documents(lambda gain_S: gain_S, _measured(results, over), _tokens(results))
+    return _estimate_gain(_measured(results, over), _tokens(results))
 
 
 def predicted_gain(results: dict[str, Any], around: str, kind: str, over: str) -> MeanEstimate:
     """Estimate what the quadratic predicts of `measured_gain`, over seeds and documents."""
-    return statistic_over_documents(lambda gain_S: gain_S, _predicted(results, around, kind, over), _tokens(results))
+    return _estimate_gain(_predicted(results, around, kind, over), _tokens(results))
 
 
 def explained_share(results: dict[str, Any], around: str, kind: str, over: str) -> MeanEstimate:
@@ -103,13 +103,21 @@ def _tokens(results: dict[str, Any]) -> list[float]:
     return _seeds(results)[0]["noise"]["document_tokens"]
 
 
+def _estimate_gain(gain_SxD: np.ndarray, tokens_D: list[float]) -> MeanEstimate:
+    return estimate_over_documents(gain_SxD / np.array(tokens_D), tokens_D)
+
+
 def _measured(results: dict[str, Any], over: str) -> np.ndarray:
+    """Compute the measured gain like `_predicted`: float64 [S, D]."""
     losses = [seed["quadratic"]["losses"] for seed in _seeds(results)]
     return np.array([np.subtract(of[over], of["loss of the mean"]) for of in losses])
 
 
 def _predicted(results: dict[str, Any], around: str, kind: str, over: str) -> np.ndarray:
-    """Return the predicted gain of each seed on each document, [S, D]: `curvature.merging_gain` and its like."""
+    """Compute the predicted gain of each seed on each document, summed over its targets, in nats: float64 [S, D].
+
+    The formulas are those of `curvature.merging_gain` and `merging_gain_over_last`, for equal coefficients 1/K.
+    """
     gains, count = [], results["window"]
     for seed in _seeds(results):
         of = seed["quadratic"][around]

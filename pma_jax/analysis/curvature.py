@@ -19,7 +19,9 @@ import optax
 from numpy.typing import ArrayLike
 
 MatrixVectorProduct = Callable[[Any], Any]  # v -> M v for a matrix M; v and M v are pytrees like the parameters
-MatrixOfBatch = Callable[[Any, Any], MatrixVectorProduct]  # parameters and a batch -> its product
+MatrixOfBatch = Callable[
+    [Any, Any], MatrixVectorProduct
+]  # parameters and a batch -> v -> M v, for the matrix M of the batch
 
 
 def inner_product(first: Any, second: Any) -> jax.Array:
@@ -88,6 +90,8 @@ def pairwise_curvature(
     matrix: MatrixOfBatch, params: Any, batches_N: Sequence[Any], deltas_K: Sequence[Any]
 ) -> np.ndarray:
     """Compute delta_i' M delta_j of each batch for every pair from K products, symmetrised: float64 [N, K, K].
+
+    Call it under the same `jax.set_mesh` as the loss.
 
     Args:
         matrix: As in `sum_products`.

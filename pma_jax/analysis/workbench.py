@@ -65,11 +65,11 @@ class Workbench:
         return logits_BxLxV, (batch_BxM[:, 1:] >= 0).astype(jnp.float32) / float(self.text.sample.counts_D.sum())
 
     def hessian(self, params: Params, batch_BxM: jax.Array) -> curvature.MatrixVectorProduct:
-        """Return the product by the Hessian of a batch's part of the loss."""
+        """Return v -> H v for the Hessian H of a batch's part of the loss (`curvature.hessian`)."""
         return curvature.hessian(self.loss_of_batch, params, batch_BxM)
 
     def gauss_newton(self, params: Params, batch_BxM: jax.Array) -> curvature.MatrixVectorProduct:
-        """Return the product by the Gauss-Newton matrix of a batch's part of the loss."""
+        """Return v -> G v for the Gauss-Newton matrix G of a batch's part of the loss (`curvature.gauss_newton`)."""
         return curvature.gauss_newton(self.outputs_of_batch, params, batch_BxM)
 
     def document_batches(self, batch_size_sequences: int) -> list[list[jax.Array]]:
