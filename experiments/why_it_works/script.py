@@ -38,7 +38,7 @@ from pma_jax.studies.study import DECIMALS, Study
 
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 REPLICAS = 5  # in addition to the trunk
-CURVATURE_TOKENS = 8_000_000  # tokens whose evaluation takes as long as curvature and planes of one seed
+CURVATURE_TOKENS = 60_000_000  # tokens whose evaluation takes as long as curvature and planes of one seed, uncached
 GRID = 17  # points along each axis of a contour plot
 TWO_WEIGHTS_OF = "blocks/query_DxNxH"
 
