@@ -32,8 +32,12 @@ from pma_jax.studies.targets import horizon_units
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 INTERVALS = (1, 2, 4, 8)  # in units: every snapshot of the trunk, every second, ...
 WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+FEW_AND_MANY = (3, 16)  # PMA's Figure 5 compares 3 with 15
 # Windows on either side of the best one that a parabola is fitted to; spans and figures have the first.
 NEIGHBOURS = (2, 1, 3)
+# The span in two ways, and the intervals that each takes off N V. One interval more or less changes powers of tokens.
+OLDEST_TO_NEWEST = 1
+SPANS = {"(N − 1) V": OLDEST_TO_NEWEST, "N V": 0}
 
 
 def merges() -> list[Cell]:
@@ -96,8 +100,8 @@ def window_nats(size: Mapping[str, Any], end: int, interval: int = 1) -> np.ndar
     return np.array([size["nats"][text][str(end)] for text in available(size, end, interval).values()])
 
 
-def best_span(size: Mapping[str, Any], end: int, interval: int = 1) -> MeanInterval:
-    """Estimate the best span N V, as a share of the tokens, over seeds and documents.
+def best_span(size: Mapping[str, Any], end: int, interval: int = 1, less: int = 0) -> MeanInterval:
+    """Estimate the best span (N - `less`) V, as a share of the tokens, over seeds and documents.
 
     It is where a parabola in log N, through the losses of each seed around the lowest mean, is lowest. The losses are
     those on the part `report`: no model is chosen by the span.
@@ -105,7 +109,7 @@ def best_span(size: Mapping[str, Any], end: int, interval: int = 1) -> MeanInter
     x, nats_WSD = np.log(list(available(size, end, interval))), window_nats(size, end, interval)
     lowest = lowest_mean(nats_WSD)
     return statistic_over_documents(
-        lambda losses_WS: np.exp(find_vertices(x, losses_WS, lowest, NEIGHBOURS[0])[0]) * interval / end,
+        lambda losses_WS: (np.exp(find_vertices(x, losses_WS, lowest, NEIGHBOURS[0])[0]) - less) * interval / end,
         nats_WSD,
         size["document_tokens"],
     ).interval()
@@ -136,56 +140,59 @@ def growth(
     return statistic_over_documents(exponents, np.concatenate(nats), size["document_tokens"]).interval()
 
 
-def format_growth(size: Mapping[str, Any]) -> str:
-    """Format the power of the tokens with which the best span grows: N V, (N - 1) V, and N V at a growing interval."""
-    fixed = (1,) * len(size["ends"])
-    growing = tuple(end // min(size["ends"].values()) for end in size["ends"].values())
-    ways = {
-        "N V": (fixed, 0),
-        "(N − 1) V, from the oldest snapshot to the newest": (fixed, 1),
-        f"N V where V grows with the tokens (V × {', '.join(map(str, growing))})": (growing, 0),
-    }
-    lines = []
-    for name, (intervals, less) in ways.items():
-        if not all(available(size, *each) for each in zip(size["ends"].values(), intervals, strict=True)):
-            continue  # a short run has no means at its coarse intervals
-        first, *others = (format_power(growth(size, intervals, less, n)) for n in NEIGHBOURS)
-        lines.append(f"{name}: {first} (other fits {' and '.join(others)})")
-    return "; ".join(lines)
+def describe_growth(name: str, size: Mapping[str, Any]) -> list[list[str]]:
+    """Return rows with the power of the tokens with which the best span grows, at a fixed and at a growing interval."""
+    ends = size["ends"].values()
+    growing = tuple(end // min(ends) for end in ends)
+    ways = {"fixed": (1,) * len(growing), f"growing, V × {', '.join(map(str, growing))}": growing}
+    rows = []
+    for words, intervals in ways.items():
+        if all(available(size, *each) for each in zip(ends, intervals, strict=True)):  # a short run has too few
+            rows.append([name, words])
+            for less in SPANS.values():
+                first, *others = (format_power(growth(size, intervals, less, n)) for n in NEIGHBOURS)
+                rows[-1] += [first, " and ".join(others)]
+    return rows
 
 
 def report(results: dict[str, Any]) -> str:
     """Format the best cells and spans, the cost of coarser intervals, and what the paper's rule recommends."""
-    margin, rows, coarse, fewer = results["made"]["margin"], [], [], []
-    for name, size in results["sizes"].items():
-        for end in size["ends"].values():
-            start = [name, pages.format_tokens(size, end)]
-            rows.append([*start, *describe_best(size, end, margin)])
-            coarse.append([*start, *describe_coarse(size, end)])
-            fewer.append([*start, *describe_fewer(size, end)])
+    margin = results["made"]["margin"]
+    each = [(name, size, end) for name, size in results["sizes"].items() for end in size["ends"].values()]
+    starts = [[name, pages.format_tokens(size, end)] for name, size, end in each]
+
+    def table(header: Sequence[str], describe: Callable[[Mapping[str, Any], int], list[str]]) -> str:
+        rows = [[*start, *describe(size, end)] for start, (_, size, end) in zip(starts, each, strict=True)]
+        return pages.format_table(["size", "tokens", *header], rows)
+
     coarser = [f"V × {i}" for i in INTERVALS[1:]]
-    header = ["size", "tokens", "best N", "raw − best", "equal to it", "best span N V, share of the tokens"]
+    best = ["best N", "raw − best", "equal to it", *(f"best {span}" for span in SPANS)]
     rules = "; ".join(recommended_span(name, size) for name, size in results["sizes"].items())
-    grown = [f"- {name}: {format_growth(size)}." for name, size in results["sizes"].items()]
+    grown = [row for name, size in results["sizes"].items() for row in describe_growth(name, size)]
+    powers = [text for span in SPANS for text in (span, f"{span}, other fits")]
     return "\n\n".join(
         [
-            pages.format_table(header, rows),
+            table(best, functools.partial(describe_best, margin=margin)),
             "Plain means of N points at the finest interval; nats per token, mean over seeds, with its 95% interval "
             "over seeds and documents. The best N was chosen on the part `select`; those that are equal to it within "
-            f"{margin:g} nats are tested together (two one-sided tests, at most 5% false ones). The span is where a "
-            "parabola through the losses of each seed on the part `report` is lowest; its interval is over seeds and "
-            "documents (jackknife). "
+            f"{margin:g} nats are tested together (two one-sided tests, at most 5% false ones). The best span, as a "
+            "share of the tokens, is where a parabola through the losses of each seed on the part `report` is lowest; "
+            "its interval is over seeds and documents (jackknife). (N − 1) V is the distance from the oldest snapshot "
+            "to the newest, and N V one interval more. "
+            f"{describe_few(results)} "
             f"PMA's rule of thumb, extrapolated to these sizes, recommends {rules}.",
             "Cost of a coarser interval against the finest one, each at its best N (nats, positive: worse):",
-            pages.format_table(
-                ["size", "tokens", *coarser, "the best span at V × 1, then at each that has 8 snapshots"], coarse
-            ),
+            table(coarser, describe_coarse),
+            "The best span (N − 1) V at each interval that has 8 snapshots, as a share of the tokens (edge: the lowest "
+            "mean is that of the fewest or the most snapshots):",
+            table([f"V × {i}" for i in INTERVALS], describe_spans),
             "Cost of fewer snapshots over the same span N V, a quarter of the tokens (nats, positive: worse than those "
             "at the finest interval):",
-            pages.format_table(["size", "tokens", *coarser], fewer),
+            table(coarser, describe_fewer),
             "The power of the tokens with which the best span grows, from these three nested lengths of one run, over "
             f"seeds and documents; the fit has {NEIGHBOURS[0]} windows on either side of the best one, the others "
-            f"{' and '.join(map(str, NEIGHBOURS[1:]))}:\n\n" + "\n".join(grown),
+            f"{' and '.join(map(str, NEIGHBOURS[1:]))}:",
+            pages.format_table(["size", "interval V", *powers], grown),
         ]
     )
 
@@ -205,8 +212,19 @@ def describe_best(size: Mapping[str, Any], end: int, margin: float) -> list[str]
         str(best),
         pages.format_interval(difference(size, RAW.text, texts[best], end).interval()),
         ", ".join(equal) or "none",
-        pages.format_percent_interval(best_span(size, end)),
+        *(pages.format_percent_interval(best_span(size, end, 1, less)) for less in SPANS.values()),
     ]
+
+
+def describe_few(results: dict[str, Any]) -> str:
+    """Compare few snapshots with many at the end of each size, as in PMA's Figure 5."""
+    few, many = (Cell("sma", window).text for window in FEW_AND_MANY)
+    shown = []
+    for name, size in results["sizes"].items():
+        end = max(size["ends"].values())
+        if str(end) in size["nats"].get(many, {}):
+            shown.append(f"{pages.format_interval(difference(size, few, many, end).interval())} ({name})")
+    return f"At the end, N = {FEW_AND_MANY[0]} less N = {FEW_AND_MANY[1]}: {', '.join(shown) or 'too few snapshots'}."
 
 
 def describe_coarse(size: Mapping[str, Any], end: int) -> list[str]:
@@ -219,7 +237,7 @@ def describe_coarse(size: Mapping[str, Any], end: int) -> list[str]:
             cells.append(f"{cost} (N = {window})")
         else:
             cells.append("")
-    return [*cells, describe_spans(size, end)]
+    return cells
 
 
 def describe_fewer(size: Mapping[str, Any], end: int) -> list[str]:
@@ -235,15 +253,17 @@ def describe_fewer(size: Mapping[str, Any], end: int) -> list[str]:
     return cells
 
 
-def describe_spans(size: Mapping[str, Any], end: int) -> str:
+def describe_spans(size: Mapping[str, Any], end: int) -> list[str]:
     """Return the best span at every interval that has means of up to 8 snapshots, as shares of the tokens."""
-    each = []
+    cells = []
     for interval in INTERVALS:
         if 8 in (windows := available(size, end, interval)):
             is_at_edge = lowest_mean(window_nats(size, end, interval)) in (0, len(windows) - 1)
-            span = pages.format_percent_interval(best_span(size, end, interval))
-            each.append(f"{span} (edge)" if is_at_edge else span)
-    return ", ".join(each)
+            span = pages.format_percent_interval(best_span(size, end, interval, OLDEST_TO_NEWEST))
+            cells.append(f"{span} (edge)" if is_at_edge else span)
+        else:
+            cells.append("")
+    return cells
 
 
 def recommended_span(name: str, size: Mapping[str, Any]) -> str:
@@ -260,8 +280,8 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     def each(describe: Callable[[Mapping[str, Any]], str]) -> str:
         return ", ".join(f"{name} {describe(size)}" for name, size in sizes.items())
 
-    def power(size: Mapping[str, Any], less: int) -> str:
-        return format_power(growth(size, (1,) * len(size["ends"]), less))
+    def power(span: str) -> str:
+        return each(lambda size: format_power(growth(size, (1,) * len(size["ends"]), SPANS[span])))
 
     def early(size: Mapping[str, Any]) -> str:
         widest = list(available(size, first, 1).values())[-1]
@@ -271,11 +291,11 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         4,
         "Which interval and window?",
         "PMA, Fig. 5: wide windows hurt early and help late; the interval should grow with the size",
-        "with a fixed interval, the best span N × V grows as the tokens to the power: "
-        f"{each(lambda s: power(s, 0))}; from the oldest snapshot to the newest: {each(lambda s: power(s, 1))}; "
+        "with a fixed interval, the best span, from the oldest snapshot to the newest, grows as the tokens to the "
+        f"power: {power('(N − 1) V')}; with one interval more, N × V: {power('N V')}; "
         f"the mean of all snapshots − raw, at a quarter of the tokens: {each(early)} nats",
-        "best span at the end, share of the tokens: "
-        + each(lambda s: pages.format_percent_interval(best_span(s, last))),
+        "best span at the end, from the oldest snapshot to the newest, share of the tokens: "
+        + each(lambda s: pages.format_percent_interval(best_span(s, last, 1, OLDEST_TO_NEWEST))),
     )
 
 
