@@ -31,7 +31,7 @@ from pma_jax.studies.statistics import (
 )
 from pma_jax.studies.study import Study
 
-DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
+DEFAULTS = {"sizes": ("science_small", "science_long"), "seeds": tuple(range(8))}
 WINDOWS = (3, 6, 10, 15)  # PMA's, Figure 5
 DEFAULT_WINDOW = 10  # PMA's
 MERGES = [Cell("sma", window) for window in WINDOWS]
