@@ -217,7 +217,7 @@ def format_with_b2(size: dict[str, Any]) -> str:
                 target_nats(size, horizon) if is_target else size["rivals"][name][horizon]["nats"][after["model"]][end]
             )
             changes.append(pages.format_interval(difference(size, horizon, after["nats"], before).interval()))
-            less = difference(size, horizon, after["nats"], size["with_b2"]["target"][horizon]["nats"])
+            less = less_target_with_b2(size, name, horizon)
             row.append("" if is_target else f"{pages.format_interval(less.interval())} ({after['model']})")
         rows.append([*row, *changes])
     header = ["", *(f"less the target, both with it, at {horizon}" for horizon in size["ends"])]
@@ -228,6 +228,12 @@ def format_with_b2(size: dict[str, Any]) -> str:
         "merges are chosen again; intervals over seeds and documents, without correction for their number.\n\n"
         + pages.format_table(header, rows)
     )
+
+
+def less_target_with_b2(size: dict[str, Any], name: str, horizon: str) -> MeanEstimate:
+    """Estimate the loss of a contender less that of the target, both with another decay rate of Adam."""
+    first, second = (size["with_b2"][of][horizon]["nats"] for of in (name, "target"))
+    return difference(size, horizon, first, second)
 
 
 # --- The index and the figure -----------------------------------------------------------------------------------------
@@ -247,6 +253,9 @@ def summarize(results: dict[str, Any]) -> IndexRow:
             found.append(f"{name}: {model}: {', '.join(at)}{'; not worse at all three' if passes else ''}")
             each = [pages.format_interval(less_target(size, rival, group, h).interval()) for h, group in groups.items()]
             effects.append(f"{name}: {model}: {', '.join(each)} nats")
+            if after := size.get("with_b2", {}).get(rival):
+                less = pages.format_interval(less_target_with_b2(size, rival, list(after)[-1]).interval())
+                effects[-1] += f" (with {size['checks']['b2']['change']} on both sides, at the end: {less})"
     return IndexRow(
         13,
         "Without a fixed horizon, is there at any time a model as good as one that was annealed for that time?",

@@ -1,5 +1,6 @@
 """The page of the experiment: tables, the row of the index, and the figure."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -178,7 +179,20 @@ def format_slopes(models: list[dict[str, Any]], series: str, margin: float) -> s
     return (
         f"A doubling of the {series} adds, over seeds and documents:\n\n" + "\n".join(lines) + f"\n\nThe best span, in "
         f"tokens, grows as {BASES[series]} to the power {powers[first]}, from a parabola through the "
-        f"losses of the best window and {first} on either side; {fits}."
+        f"losses of the best window and {first} on either side; {fits}. {format_carried_spans(models)}"
+    )
+
+
+def format_carried_spans(models: list[dict[str, Any]]) -> str:
+    """Format what it costs each model to take the best window of the one before: the same share of its tokens."""
+    windows = [min(model["windows"], key=lambda n, of=model: np.sum(of["windows"][n])) for model in models]
+    costs = []
+    for (before, own), model in zip(itertools.pairwise(windows), models[1:], strict=True):
+        cost = difference_over_documents(model["windows"][before], model["windows"][own], model["document_tokens"])
+        costs.append("nothing (the same N)" if before == own else pages.format_interval(cost.interval()))
+    return (
+        f"Of the last N of {models[0]['end']} snapshots, the best plain means have N = {', '.join(windows)}. With the "
+        f"best N of the model before, each later one loses, in nats: {'; '.join(costs)}."
     )
 
 
@@ -227,11 +241,12 @@ def summarize(results: dict[str, Any]) -> IndexRow:
                 f"a doubling of the {series} adds to merged − annealed, each at its best rate, "
                 f"{pages.format_interval(each)}, both at that of merging {pages.format_interval(same)} nats"
             )
+    seeds = len(results["made"]["seeds"])
     return IndexRow(
         14,
         "How do the gap to annealing and the best span grow?",
         "PMA, Section 4.3: the interval should grow with the size",
-        "; ".join(found) or "one model",
+        f"annealed: a linear decay over the last quarter; {seeds} seeds: {'; '.join(found) or 'one model'}",
         "; ".join(effects) or "none",
     )
 

@@ -29,7 +29,7 @@ from pma_jax.studies.statistics import (
 from pma_jax.studies.study import Study
 from pma_jax.studies.targets import horizon_units
 
-DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
+DEFAULTS = {"sizes": ("science_small", "science_long", "science_moe"), "seeds": tuple(range(8))}
 INTERVALS = (1, 2, 4, 8)  # in units: every snapshot of the trunk, every second, ...
 WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 FEW_AND_MANY = (3, 16)  # PMA's Figure 5 compares 3 with 15

@@ -31,11 +31,11 @@ from pma_jax.studies.statistics import (
 )
 from pma_jax.studies.study import Study
 
-DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
+DEFAULTS = {"sizes": ("science_small", "science_long"), "seeds": tuple(range(8))}
 WINDOWS = (3, 6, 10, 15)  # PMA's, Figure 5
 DEFAULT_WINDOW = 10  # PMA's
 MERGES = [Cell("sma", window) for window in WINDOWS]
-DEFAULT = Cell("sma", DEFAULT_WINDOW)
+DEFAULT, NARROW = Cell("sma", DEFAULT_WINDOW), Cell("sma", 6)
 EIGHTHS = range(1, 9)  # positions along a trunk
 # What each change of the ground made, for the first size: changes of its configuration, by name. The settings before
 # tuning were chosen by hand for models of this size.
@@ -181,7 +181,20 @@ def format_windows(results: dict[str, Any]) -> str:
                 f"`{smallest_difference(on_documents):.2g}` nats with a probability of 80%."
             )
         lines += [f"- {name}, {line}" for line in describe_last_change(results, size)]
+        lines.append(
+            f"- {name}, SMA of {NARROW.window} less that of {DEFAULT_WINDOW}: {describe_narrow(results, size)}."
+        )
     return "\n".join(lines)
+
+
+def describe_narrow(results: dict[str, Any], size: dict[str, Any]) -> str:
+    """Compare a narrower window with PMA's default at every eighth that has enough snapshots."""
+    shown = []
+    for eighth, end in zip(EIGHTHS, results["ends"], strict=True):
+        estimate = difference(size, NARROW.text, DEFAULT.text, end)
+        if estimate:
+            shown.append(f"{pages.format_interval(estimate.interval())} at {eighth} of 8")
+    return ", ".join(shown) or "too few snapshots"
 
 
 def describe_last_change(results: dict[str, Any], size: dict[str, Any]) -> list[str]:

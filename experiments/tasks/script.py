@@ -32,6 +32,7 @@ from pma_jax.studies.study import DECIMALS, Study
 from pma_jax.studies.targets import target_runs
 
 ANNEALING = Path(__file__).resolve().parents[1] / "annealing" / "results.json"
+RATIOS = "merged / raw, of the first task and where accuracy is above a guess"
 DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 # Questions about the held-out source, about lines of Python, and in English, for which these models were not trained.
 # Each with the accuracy of a guess.
@@ -208,7 +209,9 @@ def report(results: dict[str, Any]) -> str:
     """Format the scores of each size, their differences, and the accuracies that are not above chance."""
     parts = []
     for name in results["sizes"]:
-        parts += [f"### {name}", format_scores(results, name), format_chance(results, name), format_cut(results, name)]
+        ratios = f"{RATIOS.capitalize()}: {format_ratios(results, name)}."
+        parts += [f"### {name}", format_scores(results, name), ratios]
+        parts += [format_chance(results, name), format_cut(results, name)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -269,6 +272,16 @@ def format_cut(results: dict[str, Any], name: str) -> str:
     )
 
 
+def format_ratios(results: dict[str, Any], name: str) -> str:
+    """Format the score of the merged model as a share of that of the raw one, of the metrics that `RATIOS` names."""
+    listed = compared(results, name)
+    shares = []
+    for task, metric in [*listed[:1], *(one for one in listed if one[1] == ACCURACY)]:
+        share = pages.format_percent_interval(ratio(results, name, task, metric).interval())
+        shares.append(f"{task}, {METRIC_NAMES[metric]}: {share}")
+    return "; ".join(shares)
+
+
 def summarize(results: dict[str, Any]) -> IndexRow:
     """Summarize the differences of the merged model from the raw one."""
     found, effects = [], []
@@ -288,15 +301,13 @@ def summarize(results: dict[str, Any]) -> IndexRow:
             of_metric = [is_better for is_better, (_, of) in zip(better, listed, strict=True) if of == metric]
             counts.append(f"{sum(of_metric)} of {len(of_metric)} {words}")
         found.append(f"{name}: merged is better than raw in {', '.join(counts[:-1])}, and {counts[-1]}")
-        for task, metric in [*listed[:1], *(one for one in listed if one[1] == ACCURACY)]:
-            share = pages.format_percent_interval(ratio(results, name, task, metric).interval())
-            effects.append(f"{name}, {task}, {METRIC_NAMES[metric]}: {share}")
+        effects.append(f"{name}: {format_ratios(results, name)}")
     return IndexRow(
         14,
         "Does merging answer more questions?",
         "PMA, Figs. 1 and 9: several points more on benchmarks, such as 31.1 to 36.6 on HumanEval",
         "; ".join(found),
-        f"merged / raw, of the first task and where accuracy is above a guess: {'; '.join(effects)}",
+        f"{RATIOS}: {'; '.join(effects)}",
     )
 
 

@@ -34,7 +34,7 @@ DISPLAY = {"hessian": "Hessian", "gauss_newton": "Gauss-Newton"}
 DIRECTIONS = {"random": f"{RANDOM_DIRECTIONS} random", "top": f"{TOP_DIRECTIONS} most curved"}
 RATES, WHITE = ("constant", "decaying"), "white noise"
 AROUND = {"merge": "the merged model", "annealed": "the annealed model"}
-LAST, TIME = name_of_mean(1, AT_THE_END), name_of_mean(1, OVER_TIME)
+LAST = "the last snapshot of one replica"  # in the table on noise
 # Fits of the loss against 1/m, for infinitely many replicas: the degree, and the smallest number of replicas m.
 CURVE, LINE = "a curve", "a line"
 FITS = {CURVE: (2, 1), LINE: (1, 2)}
@@ -128,51 +128,57 @@ def difference(results: dict[str, Any], first: ArrayLike, second: ArrayLike) -> 
 
 def noise_report(results: dict[str, Any]) -> str:
     """Format the losses of means over replicas and over time, and their differences from one run's last snapshot."""
-    count, window, margin = replicas(results), results["window"], results["made"]["margin"]
-    at_the_end, over_time = ([nats(results, name_of_mean(m, t)) for m in (2, count)] for t in (AT_THE_END, OVER_TIME))
-    many = {(fit, time): extrapolated_nats(results, fit, time) for fit in FITS for time in (AT_THE_END, OVER_TIME)}
-    last, time, annealed = nats(results, LAST), nats(results, TIME), nats(results, "annealed")
-    models = {
-        "the last snapshot of one replica": last,
-        "mean of the last snapshots of 2 replicas": at_the_end[0],
-        f"of {count} replicas": at_the_end[1],
-        **{f"of infinitely many, by {fit}": many[fit, AT_THE_END] for fit in FITS},
-        f"mean over time: the last {window} snapshots of one replica": time,
-        f"over both: 2 replicas, {window} snapshots each": over_time[0],
-        f"over both: {count} replicas": over_time[1],
-        **{f"over both: infinitely many, by {fit}": many[fit, OVER_TIME] for fit in FITS},
-        "annealed over the last quarter": annealed,
-    }
+    count, window, losses = replicas(results), results["window"], noise_losses(results)
     tokens = sum(next(iter(results["seeds"].values()))["noise"]["document_tokens"])
     rows = []
-    for title, loss in models.items():
-        less = "" if loss is last else pages.format_interval(difference(results, loss, last).interval())
+    for title, loss in losses.items():
+        less = "" if title == LAST else pages.format_interval(difference(results, loss, losses[LAST]).interval())
         rows.append([title, pages.format_mean((loss.sum(axis=1) / tokens).tolist()), less])
-    pairs = {
-        f"the mean of the last snapshots of {count} replicas against the mean over time": (at_the_end[1], time),
-        f"averaging the mean of {count} replicas over time too": (over_time[1], at_the_end[1]),
-        **{
-            f"averaging the mean of infinitely many over time too, by {fit}": (
-                many[fit, OVER_TIME],
-                many[fit, AT_THE_END],
-            )
-            for fit in FITS
-        },
-        f"the mean of {count} replicas against the annealed model": (at_the_end[1], annealed),
-        **{f"infinitely many against the annealed model, by {fit}": (many[fit, AT_THE_END], annealed) for fit in FITS},
-    }
-    lines = [
-        f"- {words}: {pages.describe_difference(difference(results, *of), margin)}." for words, of in pairs.items()
-    ]
     head = f"The last {window} of {results['units']} units of a trunk, in {count} replicas with different data orders."
     table = pages.format_table(["model", "held-out loss", "less the last snapshot"], rows)
     note = (
         f"The trunk is one of the replicas; losses of fewer than {count} are means over all choices of so many. In "
         "nats per token (± over seeds); differences with 95% intervals over seeds and documents. By a curve: a + b / m "
         f"+ c / m² through the means of m = 1 to {count} replicas; by a line: a + b / m through those of 2 to {count}. "
-        "The intervals do not contain the error of these forms."
+        "The intervals do not contain the error of these forms. Tested together, at most 5% false findings:"
     )
-    return f"**Noise and drift.** {head}\n\n{table}\n\n{note}\n\n" + "\n".join(lines)
+    lines = "\n".join(f"- {words}: {verdict}." for words, verdict in compare_noise(results).items())
+    return f"**Noise and drift.** {head}\n\n{table}\n\n{note}\n\n{lines}"
+
+
+def noise_losses(results: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the losses of the models of the table on noise, of each seed on each document, by their titles."""
+    count, window = replicas(results), results["window"]
+    return {
+        LAST: nats(results, name_of_mean(1, AT_THE_END)),
+        "mean of the last snapshots of 2 replicas": nats(results, name_of_mean(2, AT_THE_END)),
+        f"of {count} replicas": nats(results, name_of_mean(count, AT_THE_END)),
+        **{f"of infinitely many, by {fit}": extrapolated_nats(results, fit, AT_THE_END) for fit in FITS},
+        f"mean over time: the last {window} snapshots of one replica": nats(results, name_of_mean(1, OVER_TIME)),
+        f"over both: 2 replicas, {window} snapshots each": nats(results, name_of_mean(2, OVER_TIME)),
+        f"over both: {count} replicas": nats(results, name_of_mean(count, OVER_TIME)),
+        **{f"over both: infinitely many, by {fit}": extrapolated_nats(results, fit, OVER_TIME) for fit in FITS},
+        "annealed over the last quarter": nats(results, "annealed"),
+    }
+
+
+def compare_noise(results: dict[str, Any]) -> dict[str, str]:
+    """Judge means over replicas against means over time and the annealed model, all together: words -> verdict."""
+    count = replicas(results)
+    of_all = f"the mean of {count} replicas"
+    all_at_the_end, all_over_time = (nats(results, name_of_mean(count, time)) for time in (AT_THE_END, OVER_TIME))
+    annealed, many = nats(results, "annealed"), "the mean of infinitely many"
+    pairs = {
+        f"{of_all} against the mean over time": (all_at_the_end, nats(results, name_of_mean(1, OVER_TIME))),
+        f"averaging {of_all} over time too": (all_over_time, all_at_the_end),
+        f"{of_all} against the annealed model": (all_at_the_end, annealed),
+    }
+    for fit in FITS:
+        at_the_end, over_time = (extrapolated_nats(results, fit, time) for time in (AT_THE_END, OVER_TIME))
+        pairs[f"averaging {many} over time too, by {fit}"] = over_time, at_the_end
+        pairs[f"{many} against the annealed model, by {fit}"] = at_the_end, annealed
+    estimates = [difference(results, *pair) for pair in pairs.values()]
+    return dict(zip(pairs, pages.describe_differences(estimates, results["made"]["margin"]), strict=True))
 
 
 def power_of(seed: dict[str, Any], directions: str, rate: str) -> np.ndarray:
@@ -244,18 +250,17 @@ def spectrum_report(results: dict[str, Any]) -> str:
 
 def summarize(results: dict[str, Any]) -> IndexRow:
     """Summarize what a quadratic predicts of the gain, and what averaging over replicas and over time gains."""
-    margin, count = results["made"]["margin"], replicas(results)
+    count, last = replicas(results), nats(results, name_of_mean(1, AT_THE_END))
     share = explained_share(results, "merge", "hessian", "mean of the losses").interval()
     explained = pages.format_percent_interval(share)
-    all_at_the_end, all_over_time = (nats(results, name_of_mean(count, time)) for time in (AT_THE_END, OVER_TIME))
-    path = pages.describe_difference(difference(results, all_over_time, all_at_the_end), margin)
+    path = compare_noise(results)[f"averaging the mean of {count} replicas over time too"]
     means = {
-        f"the mean of the last {results['window']} snapshots of one run": nats(results, TIME),
-        f"that of the last snapshots of {count} replicas": all_at_the_end,
+        f"the mean of the last {results['window']} snapshots of one run": name_of_mean(1, OVER_TIME),
+        f"that of the last snapshots of {count} replicas": name_of_mean(count, AT_THE_END),
     }
-    last = nats(results, LAST)
     gains = [
-        f"{words} {pages.format_interval(difference(results, loss, last).interval())}" for words, loss in means.items()
+        f"{words} {pages.format_interval(difference(results, nats(results, name), last).interval())}"
+        for words, name in means.items()
     ]
     return IndexRow(
         5,
@@ -283,7 +288,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
     counts = range(1, replicas(results) + 1)
 
     def less(model: str) -> MeanInterval:
-        return difference(results, nats(results, model), nats(results, LAST)).interval()
+        return difference(results, nats(results, model), nats(results, name_of_mean(1, AT_THE_END))).interval()
 
     lines = [
         interval_line(words, counts, [less(name_of_mean(m, time)) for m in counts])

@@ -1,4 +1,4 @@
-"""The figure of a report: held-out loss against tokens, and recovered share against the window of each merge.
+"""The figure of a report: held-out loss against tokens, and the loss of each merge against its window.
 
 The design follows PMA (arXiv 2505.12082), Figure 3: the constant-rate run, its merged models, and the annealed branch
 that merging replaces.
@@ -28,6 +28,7 @@ from pma_jax.reporting.drawing import (
     series_name,
 )
 from pma_jax.reporting.report_lines import (
+    MERGES_TITLE,
     WORKERS,
     annealed_branch,
     is_block_mean,
@@ -46,9 +47,8 @@ _LOSS_CHARACTERS = 8  # of the loss that follows the name of a curve
 def draw_report(report: dict[str, Any]) -> Figure:
     """Draw a report.
 
-    The left panel plots loss against tokens. The right panel, drawn only if the report has merges, plots against the
-    window the share of the annealed run's gain in loss that each merge recovers, or, if a merge has no such share (as
-    without an annealed run), the loss of each merge.
+    The left panel plots loss against tokens. The right panel, drawn only if the report has merges, plots the loss of
+    each merge against its window.
     """
     names = [raw_name(report), *report["curves"]["previews"], (report["best_merge"] or {}).get("text", ""), "annealed"]
     curves_end = _TICKS_INCHES + _CURVES_INCHES
@@ -121,11 +121,8 @@ def _draw_curves(axes: Axes, report: dict[str, Any]) -> None:
 
 
 def _draw_merges(axes: Axes, report: dict[str, Any]) -> None:
-    are_shares, lines, references, limits = merge_lines(report)
-    title = "Share of annealing recovered" if are_shares else "Loss of the merges"
-    _style_panel(axes, title, "snapshots merged, N")
-    if are_shares:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
+    lines, references, limits = merge_lines(report)
+    _style_panel(axes, MERGES_TITLE, "snapshots merged, N")
     for i, (name, points) in enumerate(lines.items()):
         color, is_block = LIGHT.merges[i % len(LIGHT.merges)], is_block_mean(name)
         axes.plot(

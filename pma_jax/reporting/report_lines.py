@@ -5,35 +5,30 @@ from typing import Any, NamedTuple
 from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.reporting.drawing import group_by_series_and_window
 
+MERGES_TITLE = "Loss of the merges, nats per token"
 WORKERS = "single workers"  # name of the curves of workers
 
 
 class MergeLines(NamedTuple):
-    """The merges at the horizon, one line per series."""
+    """The losses of the merges at the horizon, one line per series."""
 
-    are_shares: bool  # whether the values are recovered shares; losses otherwise
-    lines: dict[str, list[tuple[int, float]]]  # series -> (window, value), by window
-    references: dict[str, float]  # values of the raw model and, if there is one, of the annealed run
+    lines: dict[str, list[tuple[int, float]]]  # series -> (window, loss), by window
+    references: dict[str, float]  # losses of the raw model and, if there is one, of the annealed run
     limits: tuple[float, float]  # of the y axis
 
 
 def merge_lines(report: dict[str, Any]) -> MergeLines:
-    """Return the recovered shares of the merges, or, if one has no share (as without an annealed run), their losses.
-
-    Only the smallest interval is shown; sweep.png shows all.
-    """
-    are_shares = all(m["recovered_share"] is not None for m in report["merges"])
+    """Return the losses of the merges. Only the smallest interval is shown; sweep.png shows all."""
     interval = min(m["interval"] for m in report["merges"])
     merges = [m for m in report["merges"] if m["interval"] == interval]
-    key = "recovered_share" if are_shares else "loss"
     lines = {
-        name: sorted((n, m[key]) for n, m in by.items()) for name, by in group_by_series_and_window(merges).items()
+        name: sorted((n, m["loss"]) for n, m in by.items()) for name, by in group_by_series_and_window(merges).items()
     }
-    raw, annealed = (0.0, 1.0) if are_shares else (report["raw_loss"], report["annealed_loss"])
-    references = {"raw": raw} | ({} if annealed is None else {"annealed": annealed})
+    annealed = report["annealed_loss"]
+    references = {"raw": report["raw_loss"]} | ({} if annealed is None else {"annealed": annealed})
     values = [value for points in lines.values() for _, value in points] + list(references.values())
     margin = 0.04 * max(max(values) - min(values), 1e-6)
-    return MergeLines(are_shares, lines, references, (min(values) - margin, max(values) + margin))
+    return MergeLines(lines, references, (min(values) - margin, max(values) + margin))
 
 
 def annealed_branch(report: dict[str, Any]) -> list[list[float]]:

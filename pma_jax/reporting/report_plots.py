@@ -6,7 +6,15 @@ from typing import Any
 from pma_jax.reporting.drawing import LIGHT, display_name
 from pma_jax.reporting.interactive import BOKEH_MARKERS, Curve, Level, Plot
 from pma_jax.reporting.panels import MAX_TICKS
-from pma_jax.reporting.report_lines import WORKERS, annealed_branch, is_block_mean, merge_lines, raw_name, visible_range
+from pma_jax.reporting.report_lines import (
+    MERGES_TITLE,
+    WORKERS,
+    annealed_branch,
+    is_block_mean,
+    merge_lines,
+    raw_name,
+    visible_range,
+)
 
 MAX_POINTS = 5000  # of one curve, so that a page with many curves stays under 3 MB
 
@@ -75,7 +83,7 @@ def _describe_spike(spike: dict[str, Any]) -> str:
 
 
 def _plot_merges(report: dict[str, Any]) -> Plot:
-    are_shares, lines, references, limits = merge_lines(report)
+    lines, references, limits = merge_lines(report)
     curves = [
         Curve(
             display_name(name),
@@ -89,11 +97,10 @@ def _plot_merges(report: dict[str, Any]) -> Plot:
     styles = {"raw": (LIGHT.muted, "solid"), "annealed": (LIGHT.annealed, "dashed")}
     windows = sorted({window for points in lines.values() for window, _ in points})
     return Plot(
-        "Share of annealing recovered" if are_shares else "Loss of the merges",
+        MERGES_TITLE,
         "snapshots merged, N",
         curves,
         y_range=limits,
         levels=[Level(name, value, *styles[name]) for name, value in references.items()],
         ticks={n: str(n) for n in windows} if len(windows) <= MAX_TICKS else None,
-        percent=are_shares,
     )

@@ -118,6 +118,7 @@ def find_bare_figures(text: str) -> list[str]:
     number = r"[-+]?\d+\.\d+%?"
     known = (
         r"`[^`]*`",
+        r"\]\([^)]*\)",  # the target of a link
         ARXIV,
         rf"within {number} nats",
         rf"(?:{number} )?\[{number}, {number}\]",
@@ -129,15 +130,30 @@ def find_bare_figures(text: str) -> list[str]:
 def find_unknown_figures(page: str) -> list[str]:
     """Return the figures of a page's hand-written text that its results do not contain.
 
-    A figure is a number of 3 or more decimals, a number of nats, or a percentage other than that of the intervals. Code
-    spans and margins are settings.
+    A figure is a number of 3 or more decimals, a number of nats, a percentage other than that of the intervals, a count
+    such as "5 of 10", or a number with its interval, which must stand together in the results too, in either direction.
+    Code spans and margins are settings. That a figure stands in the right sentence is not checked.
     """
     before, results, after = _split(page)
     prose = " ".join((before + after).split())
     text = re.sub(rf"`[^`]*`|\]\([^)]*\)|{ARXIV}|within \d+\.\d+ nats|95%", "", prose)
     figure = r"\d+\.\d{3,}|\d+\.\d+(?= nats)|\d+(?:\.\d+)?%"
     known = set(re.findall(r"\d+(?:\.\d+)?%|\d+\.\d+", results))
-    return [number for number in re.findall(figure, text) if number not in known]
+    unknown = [number for number in re.findall(figure, text) if number not in known]
+    return unknown + [words for find in (_find_intervals, _find_counts) for words in find(text) - find(results)]
+
+
+def _find_intervals(text: str) -> set[str]:
+    """Return the numbers with an interval, `[low, high]` or `± half width`, without signs, the bounds in order."""
+    number, text = r"[-+]?(\d+(?:\.\d+)?%?)", " ".join(text.replace("`", "").split())
+    bounds = {(mean, *sorted(ends)) for mean, *ends in re.findall(rf"{number} \[{number}, {number}\]", text)}
+    widths = set(re.findall(rf"{number} ?± ?{number}", text))
+    return {f"{mean} [{low}, {high}]" for mean, low, high in bounds} | {f"{mean} ± {width}" for mean, width in widths}
+
+
+def _find_counts(text: str) -> set[str]:
+    """Return the counts, such as "5 of 10"."""
+    return {f"{some} of {all_}" for some, all_ in re.findall(r"\b(\d+) of (?:the )?(\d+)\b", " ".join(text.split()))}
 
 
 def replace_results(page: str, results: str) -> str:

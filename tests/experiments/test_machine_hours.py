@@ -7,20 +7,18 @@ from test_experiments import FOLDER, load_module
 
 from pma_jax.studies import estimate, recorded_runs, run_cache
 from pma_jax.studies.study import Study
+from pma_jax.studies.tuning import TUNING_SEEDS
 
-TUNED_ONLY = ("science_large", "science_moe")
+TUNED_SEPARATELY = ("science_large", "science_moe")  # by calls that `run_all.py` does not make
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Return the costs of the recorded runs, (training, evaluation), by model and batch."""
+    """Return the configurations of the recorded runs with their costs, (training, evaluation)."""
     cache = tmp_path_factory.mktemp("recorded")
     recorded_runs.read_into_cache(FOLDER / "recorded_runs.jsonl.gz", cache)
-    costs = {}
-    for run in run_cache.finished_runs(cache):
-        both = run_cache.training_cost(run), run_cache.evaluation_cost(run)
-        costs.setdefault(run.config.model, {}).setdefault(run.config.training.batch_size_sequences, []).append(both)
-    return costs
+    finished = run_cache.finished_runs(cache)
+    return [(run.config, (run_cache.training_cost(run), run_cache.evaluation_cost(run))) for run in finished]
 
 
 def mean_speed(costs):
@@ -31,12 +29,13 @@ def mean_speed(costs):
 
 @pytest.mark.slow
 def test_estimates_count_the_work_that_was_done(recorded, tmp_path, monkeypatch):
-    everywhere = [cost for by_batch in recorded.values() for costs in by_batch.values() for cost in costs]
-
     def list_speeds(study, size):
-        by_batch = recorded.get(study.trunk_config(size, study.seeds[0]).model, {})
+        model, by_batch = study.trunk_config(size, study.seeds[0]).model, {}
+        for config, costs in recorded:
+            if config.model == model:
+                by_batch.setdefault(config.training.batch_size_sequences, []).append(costs)
         known = [estimate.KnownSpeed(mean_speed(costs), batch, 0.0) for batch, costs in by_batch.items()]
-        return known or [estimate.KnownSpeed(mean_speed(everywhere), 1, 0.0)]
+        return known or [estimate.KnownSpeed(mean_speed([costs for _, costs in recorded]), 1, 0.0)]
 
     monkeypatch.setattr(estimate, "list_speeds", list_speeds)
     run_all = load_module(FOLDER / "run_all.py")
@@ -51,8 +50,8 @@ def test_estimates_count_the_work_that_was_done(recorded, tmp_path, monkeypatch)
         study = Study(tmp_path, tuned=FOLDER / "tuning" / "results.json", workers=2, **script.DEFAULTS | given)
         estimated = estimate.estimate(study, script.plan(study), trained)
         hours, trained = hours + estimated.hours, trained | estimated.trained
-    left_out = [Study(tmp_path).trunk_config(size, 0).model for size in TUNED_ONLY]
-    counted = [costs for model, by_batch in recorded.items() if model not in left_out for costs in by_batch.values()]
-    spent = sum(cost["seconds"] for costs in counted for both in costs for cost in both) / 3600
+    models = [Study(tmp_path).trunk_config(size, 0).model for size in TUNED_SEPARATELY]
+    counted = [costs for of, costs in recorded if not (of.model in models and of.training.seed in TUNING_SEEDS)]
+    spent = sum(cost["seconds"] for costs in counted for cost in costs) / 3600
     print(f"{hours:.1f} machine hours estimated, {spent:.1f} spent")
     assert hours == pytest.approx(spent, rel=0.25)

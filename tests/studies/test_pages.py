@@ -101,12 +101,28 @@ def test_figures_without_an_interval_are_found():
 
 
 def test_figures_of_hand_written_text_must_be_in_the_results():
-    page = PAGE.replace("old", "gain +0.0123 [+0.0101, +0.0145], 12%").replace(
-        "words", "gains 0.0123, arXiv 2505.12082"
+    page = PAGE.replace("old", "gain +0.0123 [+0.0101, +0.0145], 12%, 5 of 10 [2%, 9%], 0.5 ± 0.2").replace(
+        "words", "gains 0.0123, or -0.0123 [-0.0145, -0.0101], 5 of the 10 [2%,\n9%], 0.5 ± 0.2, arXiv 2505.12082"
     )
     assert pages.find_unknown_figures(page) == []
-    unknown = page.replace("gains 0.0123", "gains 0.0124, 13%, 2% or 0.01\nnats")
-    assert set(pages.find_unknown_figures(unknown)) == {"0.0124", "13%", "2%", "0.01"}
+    unknown = page.replace("gains 0.0123", "gains 0.0124, 13%, 2.5% or 0.01\nnats")
+    assert set(pages.find_unknown_figures(unknown)) == {"0.0124", "13%", "2.5%", "0.01"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ("-0.0123 [-0.0145", "-0.0101 [-0.0145", "0.0101 [0.0101, 0.0145]"),
+        ("5 of the 10", "2 of\nthe 10", "2 of 10"),
+        ("0.5 ± 0.2,", "0.2 ± 0.5,", "0.2 ± 0.5"),
+    ],
+)
+def test_figures_must_stand_together_in_the_results(old, new, found):
+    page = PAGE.replace("old", "+0.0123 [+0.0101, +0.0145], 5 of 10, 0.5 ± 0.2").replace(
+        "words", "-0.0123 [-0.0145, -0.0101], 5 of the 10, 0.5 ± 0.2,"
+    )
+    assert pages.find_unknown_figures(page) == []
+    assert pages.find_unknown_figures(page.replace(old, new)) == [found]
 
 
 def test_deviation_has_an_interval():
