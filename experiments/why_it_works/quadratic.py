@@ -3,6 +3,7 @@
 All sums are over the held-out targets of each document, in nats. Shape suffixes: D documents, K snapshots, S seeds.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -79,20 +80,39 @@ def explained_share(results: dict[str, Any], around: str, kind: str, over: str) 
     return statistic_over_documents(lambda gains: gains[0] / gains[1], both, _tokens(results))
 
 
-def off_diagonal_share(results: dict[str, Any], around: str, kind: str) -> MeanEstimate:
-    """Estimate the sum of the off-diagonal entries divided by the trace, over seeds and documents.
+def kept_share(results: dict[str, Any], around: str, kind: str) -> MeanEstimate:
+    """Estimate the quadratic loss of the mean of the K deviations as a share of the mean of theirs.
 
-    -1: the deviations cancel, and a mean removes all of the loss they add. 0: they are independent, and a mean keeps
-    1/K of it. K - 1: they are equal, and a mean gains nothing.
+    0: the deviations cancel. 1/K: their products add up to 0, as those of orthogonal ones. 1: they are equal, and a
+    mean gains nothing.
     """
     sums = [[seed["quadratic"][around][kind][key] for seed in _seeds(results)] for key in ("total", "trace")]
-    return statistic_over_documents(lambda of: (of[0] - of[1]) / of[1], sums, _tokens(results))
+    return statistic_over_documents(lambda of: of[0] / of[1] / results["window"], sums, _tokens(results))
 
 
-def negative_pairs(seed: dict[str, Any], around: str, kind: str) -> float:
-    """Return the share of negative products of different deviations, over all text, of one seed."""
-    matrix = np.array(seed["quadratic"][around][kind]["matrix"])
-    return float(np.mean(matrix[~np.eye(len(matrix), dtype=bool)] < 0))
+def curvature_ratio(results: dict[str, Any], kind: str, over: str) -> MeanEstimate:
+    """Estimate the gain predicted around the annealed model, divided by that around the merged one."""
+    both = np.array([_predicted(results, around, kind, over) for around in ("annealed", "merge")])
+    return statistic_over_documents(lambda gains: gains[0] / gains[1], both, _tokens(results))
+
+
+def negative_pairs(seed: dict[str, Any], around: str, kind: str) -> int:
+    """Count the pairs of different deviations whose product is negative, over all text, of one seed."""
+    matrix_KK = np.array(seed["quadratic"][around][kind]["matrix"])
+    return int(np.sum(matrix_KK[np.triu_indices(len(matrix_KK), 1)] < 0))
+
+
+def mean_cosine(seed: dict[str, Any], around: str, kind: str, apart: Sequence[int]) -> float:
+    """Return the mean cosine of deviations that are any of `apart` snapshots apart, of one seed.
+
+    The cosine of two deviations is in the metric of the matrix M, delta_i' M delta_j / sqrt(delta_i' M delta_i
+    delta_j' M delta_j).
+    """
+    matrix_KK = np.array(seed["quadratic"][around][kind]["matrix"])
+    scales_K = np.sqrt(np.diag(matrix_KK))
+    first, second = np.triu_indices(len(matrix_KK), 1)
+    cosines = matrix_KK[first, second] / (scales_K[first] * scales_K[second])
+    return float(cosines[np.isin(second - first, apart)].mean())
 
 
 def _seeds(results: dict[str, Any]) -> list[dict[str, Any]]:

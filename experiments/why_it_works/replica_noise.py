@@ -6,6 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+AT_THE_END, OVER_TIME = "at the end", "over time"
+
+
+def name_of_mean(replicas: int, time: str) -> str:
+    """Return the name of the mean of so many replicas, of their last snapshots or over time, in the results."""
+    return f"mean of {replicas} {time}"
+
 
 def subset_mean_weights(replicas: int) -> dict[int, np.ndarray]:
     """Return the averaging weights of every subset of the replicas, by subset size.
@@ -18,20 +25,22 @@ def subset_mean_weights(replicas: int) -> dict[int, np.ndarray]:
     return {m: np.array([np.eye(replicas)[list(subset)].mean(axis=0) for subset in subsets[m]]) for m in subsets}
 
 
-def extrapolate_to_many(replicas_n: Sequence[int], loss_nxD: ArrayLike) -> np.ndarray:
-    """Return the loss of the mean of infinitely many replicas, the floor of L(m) = floor + noise / m (least squares).
+def extrapolate_to_many(replicas_n: Sequence[int], loss_nxD: ArrayLike, degree: int) -> np.ndarray:
+    """Return the loss of the mean of infinitely many replicas: the constant of a polynomial in 1/m (least squares).
 
-    If the loss is quadratic and the replicas deviate independently from their expected weights, the floor is the loss
-    at the expected weights.
+    With replicas that deviate independently from their expected weights, the expected loss of the mean of m is of
+    degree 1 in 1/m if the loss is quadratic, and of degree 2 if it has a third order too (or a fourth, for Gaussian
+    deviations). The constant is then the loss at the expected weights.
 
     Args:
         replicas_n: Numbers of averaged replicas m.
         loss_nxD: Losses of their means, [n] or one column per document [n, D].
+        degree: Degree of the polynomial.
 
     Raises:
-        ValueError: There are fewer than 2 different numbers of replicas.
+        ValueError: There are fewer different numbers of replicas than the polynomial has coefficients.
     """
     replicas = np.asarray(replicas_n, np.float64)
-    if len(np.unique(replicas)) < 2:
-        raise ValueError("extrapolate_to_many needs at least 2 different numbers of replicas")
-    return np.polyfit(1 / replicas, np.asarray(loss_nxD, np.float64), 1)[1]
+    if len(np.unique(replicas)) <= degree:
+        raise ValueError(f"extrapolate_to_many needs at least {degree + 1} different numbers of replicas")
+    return np.polyfit(1 / replicas, np.asarray(loss_nxD, np.float64), degree)[-1]

@@ -19,7 +19,7 @@ from parameter_path import (
     top_eigenpairs,
 )
 from quadratic import measure_losses, measure_quadratic
-from replica_noise import subset_mean_weights
+from replica_noise import AT_THE_END, OVER_TIME, name_of_mean, subset_mean_weights
 from why_page import RANDOM_DIRECTIONS, TOP_DIRECTIONS, draw, report, summarize
 
 from pma_jax.analysis import curvature, landscape
@@ -153,7 +153,7 @@ def measure_planes(bench: Workbench, models: list[Any], merged: Any, annealed: A
 
 
 def measure_noise(study: Study, run: Run, annealed: Run) -> dict[str, Any]:
-    """Return the losses of means over replicas, over time, and over both.
+    """Return the losses of means over replicas at the end of the run, and over replicas and time.
 
     Returns:
         "replicas": how many. "nats": {model: summed loss of each document, the mean over the merges of that kind}.
@@ -162,15 +162,11 @@ def measure_noise(study: Study, run: Run, annealed: Run) -> dict[str, Any]:
     replicas = [run, *(planned.get(study) for planned in replica_runs(study, run.config.training.seed))]
     snapshots = [s for replica in replicas for s in replica.of_kind("point")[-span:]]
     # Each merge is a matrix of weights [replicas, span]: the outer product of weights over replicas and over time.
-    last_unit, all_units = np.eye(span)[-1], np.full(span, 1 / span)
-    one_replica, all_replicas = np.eye(len(replicas)), np.full(len(replicas), 1 / len(replicas))
+    over_time = {AT_THE_END: np.eye(span)[-1], OVER_TIME: np.full(span, 1 / span)}
     groups = {
-        **{
-            f"mean of {m}": [np.outer(x, last_unit) for x in rows]
-            for m, rows in subset_mean_weights(len(replicas)).items()
-        },
-        "time": [np.outer(row, all_units) for row in one_replica],
-        "both": [np.outer(all_replicas, all_units)],
+        name_of_mean(m, time): [np.outer(row, weights) for row in rows]
+        for time, weights in over_time.items()
+        for m, rows in subset_mean_weights(len(replicas)).items()
     }
     config = dataclasses.replace(run.config, evaluation=study.evaluation_config(run))
     rows = [merge.ravel() for merges in groups.values() for merge in merges]

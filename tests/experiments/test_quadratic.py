@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quadratic import explained_share, measured_gain, negative_pairs, off_diagonal_share, predicted_gain
+from quadratic import (
+    curvature_ratio,
+    explained_share,
+    kept_share,
+    mean_cosine,
+    measured_gain,
+    negative_pairs,
+    predicted_gain,
+)
 
 from pma_jax.analysis import curvature
 from pma_jax.merging import recipes
@@ -49,22 +57,37 @@ def test_gains_from_sums_by_document_are_those_of_the_matrix(count, seed):
     assert predicted_gain(results, "merge", "hessian", "last").mean == pytest.approx(over_last, rel=1e-9, abs=1e-12)
 
 
-def test_shares_are_those_of_the_matrix():
+def test_numbers_of_pairs_are_those_of_the_matrix():
     matrices, _, results = make_results(np.random.default_rng(0), 4)
-    off = [(m.sum() - np.trace(m)) / np.trace(m) for m in matrices]
-    negative = [np.mean([m[i, j] < 0 for i in range(4) for j in range(4) if i != j]) for m in matrices]
-    assert off_diagonal_share(results, "merge", "hessian").mean == pytest.approx(np.mean(off), rel=1e-9)
-    shares = [negative_pairs(seed, "merge", "hessian") for seed in results["seeds"].values()]
-    assert shares == pytest.approx(negative)
+    seeds = list(results["seeds"].values())
+    kept = [m.mean() / (np.trace(m) / 4) for m in matrices]
+    assert kept_share(results, "merge", "hessian").mean == pytest.approx(np.mean(kept), rel=1e-9)
+    pairs = [(i, j) for i in range(4) for j in range(i + 1, 4)]
+    counts = [sum(m[i, j] < 0 for i, j in pairs) for m in matrices]
+    assert [negative_pairs(seed, "merge", "hessian") for seed in seeds] == counts
+    for apart in (range(1, 2), range(2, 4)):
+        cosines = [
+            np.mean([m[i, j] / np.sqrt(m[i, i] * m[j, j]) for i, j in pairs if j - i in apart]) for m in matrices
+        ]
+        assert [mean_cosine(seed, "merge", "hessian", apart) for seed in seeds] == pytest.approx(cosines)
 
 
-@pytest.mark.parametrize(("rows", "share"), [(np.eye(3), 0), (np.ones((3, 1)), 2), ([[1.0], [-1.0]], -1)])
-def test_off_diagonal_share_at_three_known_values(rows, share):
+@pytest.mark.parametrize(("rows", "share"), [(np.eye(3), 1 / 3), (np.ones((3, 1)), 1), ([[1.0], [-1.0]], 0)])
+def test_share_that_a_mean_keeps_at_three_known_values(rows, share):
     matrix = np.asarray(rows) @ np.asarray(rows).T
     of_document = {"total": [matrix.sum()] * 3, "trace": [np.trace(matrix)] * 3}
     seed = {"quadratic": {"merge": {"hessian": of_document}}, "noise": {"document_tokens": TOKENS_D.tolist()}}
-    found = off_diagonal_share({"seeds": {"0": seed, "1": seed}}, "merge", "hessian")
+    found = kept_share({"window": len(matrix), "seeds": {"0": seed, "1": seed}}, "merge", "hessian")
     assert found.mean == pytest.approx(share)
+
+
+def test_twice_the_curvature_predicts_twice_the_gain():
+    _, _, results = make_results(np.random.default_rng(2), 4)
+    for seed in results["seeds"].values():
+        merge = seed["quadratic"]["merge"]
+        twice = {key: 2 * np.array(value) for key, value in merge["hessian"].items()}
+        seed["quadratic"]["annealed"] = merge | {"hessian": twice}
+    assert curvature_ratio(results, "hessian", "mean of the losses").mean == pytest.approx(2)
 
 
 def test_share_of_the_measured_gain_covers_documents():
