@@ -52,8 +52,10 @@ class RecordedRun(TypedDict):
 def add_to_file(cache: Path, path: Path) -> int:
     """Add the finished and diverged runs of a cache to the file; return the number of runs in it.
 
-    A run that the file has already keeps the losses that it has there, and gets those that are new. Runs that measure
-    the speed of the machine (their seeds are `PROBE_SEED` or more) are left out.
+    A run that the file has already keeps the losses that it has there, and gets those that are new. If it was trained
+    once more on another machine, which gives slightly other weights, losses of the two trainings are not mixed: the
+    one with more losses is recorded. Runs that measure the speed of the machine (their seeds are `PROBE_SEED` or more)
+    are left out.
 
     Raises:
         UserError: The directory has no cache entries, or the file is corrupt.
@@ -64,14 +66,39 @@ def add_to_file(cache: Path, path: Path) -> int:
     recorded = {run["key"]: run for run in read_file(path)} if path.exists() else {}
     for run in filter(None, map(_record, entries)):
         known = recorded.get(run["key"], run)
-        new, old = run["losses"], known["losses"]
-        run["losses"] = {digest: new.get(digest, {}) | old.get(digest, {}) for digest in new.keys() | old.keys()}
-        if read := run.get("readings", {}) | known.get("readings", {}):
-            run["readings"] = read
-        recorded[run["key"]] = run
+        recorded[run["key"]] = _join(run, known) if _is_one_training(run, known) else max(known, run, key=_count_losses)
     lines = [json.dumps(recorded[key], sort_keys=True) + "\n" for key in sorted(recorded)]
     atomic.write_bytes(epath.Path(path), gzip.compress("".join(lines).encode(), mtime=0))
     return len(lines)
+
+
+def _is_one_training(run: RecordedRun, known: RecordedRun) -> bool:
+    """Return whether two records of a run are of one training, or of two with the same result."""
+    pairs = [
+        (nats_D, known["losses"][digest][merge])
+        for digest, by in run["losses"].items()
+        for merge, nats_D in by.items()
+        if merge in known["losses"].get(digest, {})
+    ]
+    if not pairs:
+        return run["trained"] == known["trained"]
+    # A run that diverged has None in place of losses.
+    return all(a == b or (a is not None and b is not None and np.allclose(a, b, rtol=1e-5)) for a, b in pairs)
+
+
+def _join(run: RecordedRun, known: RecordedRun) -> RecordedRun:
+    """Return the record of a run with the losses and readings of both records; those of `known` win."""
+    new, old = run["losses"], known["losses"]
+    losses = {digest: new.get(digest, {}) | old.get(digest, {}) for digest in new.keys() | old.keys()}
+    joined: RecordedRun = {**run, "losses": losses}
+    if read := run.get("readings", {}) | known.get("readings", {}):
+        joined["readings"] = read
+    return joined
+
+
+def _count_losses(run: RecordedRun) -> int:
+    """Count the numbers of a record: losses of merges, and readings."""
+    return sum(map(len, run["losses"].values())) + len(run.get("readings", {}))
 
 
 def machine_hours(runs: Iterable[RecordedRun]) -> float:

@@ -12,6 +12,7 @@ from test_study import data_keys
 from pma_jax.config.errors import UserError
 from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation.sweep import RAW, Cell
+from pma_jax.evaluation.trajectory import LOSSES_FILE_NAME
 from pma_jax.studies import experiment, recorded_runs, run_cache
 from pma_jax.studies.estimate import PROBE_SEED, choose_speed, list_speeds
 from pma_jax.studies.planned import Branch, PlannedEvaluation, PlannedRun
@@ -115,6 +116,27 @@ def test_the_file_keeps_what_it_has(study, elsewhere, tmp_path):
     (run,) = [run for run in recorded_runs.read_file(path) if run["key"] == TRUNK.get(study).path.parent.name]
     (by_merge,) = run["losses"].values()
     assert any(key.startswith("sma:4 at") for key in by_merge)
+
+
+def test_losses_of_two_trainings_are_not_mixed(study, elsewhere, tmp_path):
+    path, key = tmp_path / "recorded_runs.jsonl.gz", TRUNK.get(study).path.parent.name
+    shutil.copytree(TRUNK.get(study).path.parent, tmp_path / "other" / key)
+    file = tmp_path / "other" / key / "run" / LOSSES_FILE_NAME
+    stored = json.loads(file.read_text())
+    ((digest, by_merge),) = stored.items()
+    moved = {merge: [1.001 * nats for nats in nats_D] for merge, nats_D in by_merge.items()}
+
+    def record(more):
+        added = {f"more {i}": next(iter(moved.values())) for i in range(more)}
+        file.write_text(json.dumps({digest: moved | added}))
+        recorded_runs.add_to_file(tmp_path / "other", path)
+        (run,) = [run for run in recorded_runs.read_file(path) if run["key"] == key]
+        return run["losses"][digest]
+
+    before, merge = record(0), next(iter(by_merge))
+    assert before.keys() == by_merge.keys() and before[merge] == pytest.approx(by_merge[merge], abs=1e-3)
+    after = record(1)  # this training has more losses: it replaces the other
+    assert after.keys() == {*by_merge, "more 0"} and after[merge] == pytest.approx(moved[merge], abs=1e-3)
 
 
 def test_runs_that_measure_the_speed_of_a_machine_are_not_recorded(study, tmp_path):
