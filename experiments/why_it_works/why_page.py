@@ -36,8 +36,7 @@ RATES, WHITE = ("constant", "decaying"), "white noise"
 AROUND = {"merge": "the merged model", "annealed": "the annealed model"}
 LAST = "the last snapshot of one replica"  # in the table on noise
 # Fits of the loss against 1/m, for infinitely many replicas: the degree, and the smallest number of replicas m.
-CURVE, LINE = "a curve", "a line"
-FITS = {CURVE: (2, 1), LINE: (1, 2)}
+FITS = {"a curve": (2, 1), "a line": (1, 2)}
 
 
 def mean_and_interval(results: dict[str, Any], statistic: Callable[[dict[str, Any]], float], digits: int = 4) -> str:
@@ -201,10 +200,10 @@ def frequencies(results: dict[str, Any]) -> np.ndarray:
     return np.array(next(iter(results["seeds"].values()))["spectrum"]["frequencies"])
 
 
-def response(results: dict[str, Any], recipe: str, frequencies: Any) -> np.ndarray:
+def response(results: dict[str, Any], recipe: str, at_F: np.ndarray) -> np.ndarray:
     """Return |H(f)| of a recipe over the window: the factor by which it scales a wave of each frequency."""
     weights = recipes.coefficients(recipe, range(1, results["window"] + 1))
-    return np.abs(spectrum.frequency_response(weights, frequencies))
+    return np.abs(spectrum.frequency_response(weights, at_F))
 
 
 def passed_share(results: dict[str, Any], power: np.ndarray, recipe: str) -> float:
@@ -296,13 +295,13 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
     ]
     lines.append(Line("annealed", counts, [less("annealed").mean] * len(counts), dashed=True))
     line_panels = [LinePanel("loss less that of the last snapshot, nats", "replicas averaged, m", lines)]
-    at = frequencies(results)
+    measured_F = frequencies(results)[1:].tolist()
     for directions, name in (("random", "random directions"), ("top", "most curved directions")):
         power = {
             rate: np.log10(np.mean([power_of(seed, directions, rate) for seed in seeds], axis=0))[1:].tolist()
             for rate in RATES
         }
-        spectral = [Line(f"{rate} rate", at[1:].tolist(), values) for rate, values in power.items()]
+        spectral = [Line(f"{rate} rate", measured_F, values) for rate, values in power.items()]
         line_panels.append(LinePanel(f"log10 of power, {name}", "cycles per unit", spectral))
     at = np.linspace(0, 0.5, 21)
     responses = [Line(display_name(recipe), at.tolist(), response(results, recipe, at).tolist()) for recipe in RECIPES]
