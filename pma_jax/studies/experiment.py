@@ -243,11 +243,14 @@ def _add_sizes(earlier: dict[str, Any], results: dict[str, Any]) -> dict[str, An
 def _study(options: Any, overrides: Sequence[str]) -> Study:
     """Return the study of the options; its cache has the recorded runs too."""
     settings = {name: getattr(options, name) for name in OPTIONS}
-    if options.recorded and options.recorded.exists():
-        recorded_runs.read_into_cache(options.recorded, options.runs)
-    return Study(
+    study = Study(
         options.runs.resolve(), overrides=tuple(overrides), workers=options.jobs, tuned=options.tuned, **settings
     )
+    for size in study.sizes:
+        study.trunk_config(size, study.seeds[0])  # reports a wrong size or key before the cache is written
+    if options.recorded and options.recorded.exists():
+        recorded_runs.read_into_cache(options.recorded, options.runs)
+    return study
 
 
 def _parse(
