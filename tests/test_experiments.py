@@ -126,13 +126,13 @@ def test_index_page_has_one_row_per_question_with_results():
     assert pages.extract_results((FOLDER / "README.md").read_text()) == pages.format_index(FOLDER)
 
 
-@pytest.mark.parametrize("name", ["README.md", "experiments/README.md", "docs/findings.md"])
-def test_paragraphs_about_experiments_have_no_figures_but_those_of_the_pages_that_they_name(name):
-    text, named = (FOLDER.parent / name).read_text(), r"\b(\w+)/README\.md|`experiments/(\w+)"
+@pytest.mark.parametrize("page", ["README.md", "experiments/README.md", "docs/findings.md"])
+def test_paragraphs_about_experiments_have_no_figures_but_those_of_the_pages_that_they_name(page):
+    text, named = (FOLDER.parent / page).read_text(), r"\b(\w+)/README\.md|`experiments/(\w+)"
     text = pages.replace_results(text, "") if pages.RESULTS_BEGIN in text else text
     for paragraph in re.split(r"\n\n|\n- ", text):
         names = {one or other for one, other in re.findall(named, paragraph)} & set(NAMES)
-        if name == "README.md" and not names:
+        if page == "README.md" and not names:
             continue  # of the demo and of speed, which have pages of their own
         results = "".join(pages.extract_results((FOLDER / name / "README.md").read_text()) for name in sorted(names))
         alone = f"{paragraph.replace(pages.RESULTS_BEGIN, '').replace(pages.RESULTS_END, '')}{pages.RESULTS_BEGIN}"

@@ -252,10 +252,11 @@ def summarize(results: dict[str, Any]) -> IndexRow:
             passes = all((rival, group, horizon) in not_worse for horizon, group in groups.items())
             found.append(f"{name}: {model}: {', '.join(at)}{'; not worse at all three' if passes else ''}")
             each = [pages.format_interval(less_target(size, rival, group, h).interval()) for h, group in groups.items()]
-            effects.append(f"{name}: {model}: {', '.join(each)} nats")
+            effect = f"{name}: {model}: {', '.join(each)} nats"
             if after := size.get("with_b2", {}).get(rival):
                 less = pages.format_interval(less_target_with_b2(size, rival, list(after)[-1]).interval())
-                effects[-1] += f" (with {size['checks']['b2']['change']} on both sides, at the end: {less})"
+                effect += f" (with {size['checks']['b2']['change']} on both sides, at the end: {less})"
+            effects.append(effect)
     return IndexRow(
         13,
         "Without a fixed horizon, is there at any time a model as good as one that was annealed for that time?",

@@ -179,7 +179,7 @@ def report(results: dict[str, Any]) -> str:
             "share of the tokens, is where a parabola through the losses of each seed on the part `report` is lowest; "
             "its interval is over seeds and documents (jackknife). (N − 1) V is the distance from the oldest snapshot "
             "to the newest, and N V one interval more. "
-            f"{describe_few(results)} "
+            f"{compare_few_with_many(results)} "
             f"PMA's rule of thumb, extrapolated to these sizes, recommends {rules}.",
             "Cost of a coarser interval against the finest one, each at its best N (nats, positive: worse):",
             table(coarser, describe_coarse),
@@ -216,7 +216,7 @@ def describe_best(size: Mapping[str, Any], end: int, margin: float) -> list[str]
     ]
 
 
-def describe_few(results: dict[str, Any]) -> str:
+def compare_few_with_many(results: dict[str, Any]) -> str:
     """Compare few snapshots with many at the end of each size, as in PMA's Figure 5."""
     few, many = (Cell("sma", window).text for window in FEW_AND_MANY)
     shown = []

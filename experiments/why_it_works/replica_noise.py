@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+# Which snapshots of each replica are averaged: its last one, or all since the replicas began.
 AT_THE_END, OVER_TIME = "at the end", "over time"
 
 
 def name_of_mean(replicas: int, time: str) -> str:
-    """Return the name of the mean of so many replicas, of their last snapshots or over time, in the results."""
+    """Return the key in the results of the mean of `replicas` replicas: `AT_THE_END` of the run, or `OVER_TIME`."""
     return f"mean of {replicas} {time}"
 
 

@@ -58,12 +58,13 @@ def quadratic_report(results: dict[str, Any]) -> str:
         for kind in KINDS:
             gains = [pages.format_interval(predicted_gain(results, around, kind, o).interval()) for o in over]
             explained = pages.format_percent_interval(explained_share(results, around, kind, over[0]).interval())
-            kept = pages.format_percent_interval(kept_share(results, around, kind).interval())
+            kept = "0"  # around their own mean, the deviations add up to 0
+            if around == "annealed":
+                kept = pages.format_percent_interval(kept_share(results, around, kind).interval())
             negative = [negative_pairs(seed, around, kind) for seed in results["seeds"].values()]
             fewest, most = min(negative), max(negative)
             pairs = f"{fewest}{f' to {most}' if most > fewest else ''} of {window * (window - 1) // 2}"
-            # Around their own mean, the deviations add up to 0.
-            rows.append([name, DISPLAY[kind], *gains, explained, kept if around == "annealed" else "0", pairs])
+            rows.append([name, DISPLAY[kind], *gains, explained, kept, pairs])
     header = ["expanded around", "", "over the mean of the losses", "over the last"]
     header += ["of the measured, over the mean", "what the mean keeps", "negative pairs, by seed"]
     text = (
@@ -136,10 +137,10 @@ def noise_report(results: dict[str, Any]) -> str:
     head = f"The last {window} of {results['units']} units of a trunk, in {count} replicas with different data orders."
     table = pages.format_table(["model", "held-out loss", "less the last snapshot"], rows)
     note = (
-        f"The trunk is one of the replicas; losses of fewer than {count} are means over all choices of so many. In "
+        f"The trunk is one of the replicas; for m < {count}, a loss is the mean over all subsets of m replicas. In "
         "nats per token (± over seeds); differences with 95% intervals over seeds and documents. By a curve: a + b / m "
-        f"+ c / m² through the means of m = 1 to {count} replicas; by a line: a + b / m through those of 2 to {count}. "
-        "The intervals do not contain the error of these forms. Tested together, at most 5% false findings:"
+        f"+ c / m² through the means of m = 1 to {count} replicas; by a line: a + b / m through those of 2 to "
+        f"{count}. The intervals do not contain the error of these forms. Tested together, at most 5% false findings:"
     )
     lines = "\n".join(f"- {words}: {verdict}." for words, verdict in compare_noise(results).items())
     return f"**Noise and drift.** {head}\n\n{table}\n\n{note}\n\n{lines}"

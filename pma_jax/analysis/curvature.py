@@ -19,9 +19,8 @@ import optax
 from numpy.typing import ArrayLike
 
 MatrixVectorProduct = Callable[[Any], Any]  # v -> M v for a matrix M; v and M v are pytrees like the parameters
-MatrixOfBatch = Callable[
-    [Any, Any], MatrixVectorProduct
-]  # parameters and a batch -> v -> M v, for the matrix M of the batch
+# Maps parameters and a batch to v -> M v, for the matrix M of the batch.
+MatrixOfBatch = Callable[[Any, Any], MatrixVectorProduct]
 
 
 def inner_product(first: Any, second: Any) -> jax.Array:

@@ -131,8 +131,8 @@ def find_unknown_figures(page: str) -> list[str]:
     """Return the figures of a page's hand-written text that its results do not contain.
 
     A figure is a number of 3 or more decimals, a number of nats, a percentage other than that of the intervals, a count
-    such as "5 of 10", or a number with its interval, which must stand together in the results too, in either direction.
-    Code spans and margins are settings. That a figure stands in the right sentence is not checked.
+    such as "5 of 10", or a number with its interval: the results must contain the two together, or their negatives.
+    Code spans and margins are settings, and are ignored. Whether a figure is in the right sentence is not checked.
     """
     before, results, after = _split(page)
     prose = " ".join((before + after).split())
@@ -140,15 +140,19 @@ def find_unknown_figures(page: str) -> list[str]:
     figure = r"\d+\.\d{3,}|\d+\.\d+(?= nats)|\d+(?:\.\d+)?%"
     known = set(re.findall(r"\d+(?:\.\d+)?%|\d+\.\d+", results))
     unknown = [number for number in re.findall(figure, text) if number not in known]
-    return unknown + [words for find in (_find_intervals, _find_counts) for words in find(text) - find(results)]
+    return unknown + [words for find in (_find_intervals, _find_counts) for words in sorted(find(text) - find(results))]
 
 
 def _find_intervals(text: str) -> set[str]:
-    """Return the numbers with an interval, `[low, high]` or `± half width`, without signs, the bounds in order."""
-    number, text = r"[-+]?(\d+(?:\.\d+)?%?)", " ".join(text.replace("`", "").split())
-    bounds = {(mean, *sorted(ends)) for mean, *ends in re.findall(rf"{number} \[{number}, {number}\]", text)}
-    widths = set(re.findall(rf"{number} ?± ?{number}", text))
-    return {f"{mean} [{low}, {high}]" for mean, low, high in bounds} | {f"{mean} ± {width}" for mean, width in widths}
+    """Return the numbers with an interval, `[low, high]` or `± half width`; the mean is made positive."""
+    number, unit, text = r"([-+]?\d+(?:\.\d+)?)", "%?", " ".join(text.replace("`", "").split())
+    found = set()
+    for numbers in re.findall(rf"{number}{unit} \[{number}{unit}, {number}{unit}\]", text):
+        mean, low, high = map(float, numbers)
+        mean, low, high = max((mean, low, high), (-mean, -high, -low))
+        found.add(f"{mean} [{low}, {high}]")
+    widths = re.findall(rf"{number} ?± ?{number}", text)
+    return found | {f"{abs(float(mean))} ± {float(width)}" for mean, width in widths}
 
 
 def _find_counts(text: str) -> set[str]:

@@ -53,8 +53,8 @@ def add_to_file(cache: Path, path: Path) -> int:
     """Add the finished and diverged runs of a cache to the file; return the number of runs in it.
 
     A run that the file has already keeps the losses that it has there, and gets those that are new. If it was trained
-    once more on another machine, which gives slightly other weights, losses of the two trainings are not mixed: the
-    one with more losses is recorded. Runs that measure the speed of the machine (their seeds are `PROBE_SEED` or more)
+    again on another machine, with slightly other weights, the losses of the two trainings are not mixed: the training
+    with more of them is recorded. Runs that measure the speed of the machine (their seeds are `PROBE_SEED` or more)
     are left out.
 
     Raises:
@@ -66,7 +66,9 @@ def add_to_file(cache: Path, path: Path) -> int:
     recorded = {run["key"]: run for run in read_file(path)} if path.exists() else {}
     for run in filter(None, map(_record, entries)):
         known = recorded.get(run["key"], run)
-        recorded[run["key"]] = _join(run, known) if _is_one_training(run, known) else max(known, run, key=_count_losses)
+        recorded[run["key"]] = (
+            _join(run, known) if _is_one_training(run, known) else max(known, run, key=_count_results)
+        )
     lines = [json.dumps(recorded[key], sort_keys=True) + "\n" for key in sorted(recorded)]
     atomic.write_bytes(epath.Path(path), gzip.compress("".join(lines).encode(), mtime=0))
     return len(lines)
@@ -83,7 +85,9 @@ def _is_one_training(run: RecordedRun, known: RecordedRun) -> bool:
     if not pairs:
         return run["trained"] == known["trained"]
     # A run that diverged has None in place of losses.
-    return all(a == b or (a is not None and b is not None and np.allclose(a, b, rtol=1e-5)) for a, b in pairs)
+    return all(
+        a == b or (a is not None and b is not None and np.allclose(a, b, rtol=1e-5, equal_nan=True)) for a, b in pairs
+    )
 
 
 def _join(run: RecordedRun, known: RecordedRun) -> RecordedRun:
@@ -96,8 +100,8 @@ def _join(run: RecordedRun, known: RecordedRun) -> RecordedRun:
     return joined
 
 
-def _count_losses(run: RecordedRun) -> int:
-    """Count the numbers of a record: losses of merges, and readings."""
+def _count_results(run: RecordedRun) -> int:
+    """Count the merges whose losses a record has, and its readings."""
     return sum(map(len, run["losses"].values())) + len(run.get("readings", {}))
 
 
